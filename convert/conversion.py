@@ -20,14 +20,14 @@ from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, is_of_training, json_text
+from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, is_uptrain_output, json_text
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
-from model.common.errors import CheckpointError, InputError, RunError, naming
-from model.common.files import check_name, copy_file, sync_file, sync_folder, tree_bytes
+from model.common.errors import CheckpointError, InputError, RunError, prefix_path
+from model.common.files import check_name, copy_file, lies_in, sync_file, sync_folder, tree_bytes
 from model.common.read_files import CONVERSION_RECORD
-from model.common.staging import Staging, check_out
+from model.common.staging import AREAS, Staging, check_out
 
 POSITIONS = "positions of the rotated key"
 """The journal's name for the chosen frequencies."""
@@ -46,10 +46,10 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
         raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
     if out.is_mount():
         raise CheckpointError(f"OUT ({out}) is a mount point, which cannot be replaced; name a folder inside it.")
-    if out == source or out.is_relative_to(source):
+    if lies_in(out, source):
         raise CheckpointError(f"OUT ({out}) is SOURCE or lies inside it; choose a folder elsewhere.")
-    inputs = [source, checkpoint.home.resolve(), *(path.resolve() for path in checkpoint.weight_files)]
-    if any(path.is_relative_to(place) for path in inputs for place in (out, Staging(out).root)):
+    inputs = [source, checkpoint.config_folder.resolve(), *(path.resolve() for path in checkpoint.weight_files)]
+    if any(lies_in(path, folder) for path in inputs for folder in (out, Staging(out).root)):
         raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
     if out.exists() and not overwrite:
         raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
@@ -71,16 +71,26 @@ def _nearest_folder(out: Path) -> Path:
 
 
 def _is_replaceable(out: Path) -> bool:
+    """Return whether OUT is an empty folder, or a checkpoint that holds no other work."""
     if not out.is_dir():
         return False
-    foreign = any(fnmatch(path.name, pattern) for path in out.iterdir() for pattern in SKIPPED_FOLDERS)
-    foreign = foreign or any(out.rglob("run.json"))  # of `uptrain run`, with its checkpoints
-    foreign = foreign or any(path.is_dir() and is_of_training(path) for path in out.rglob("*"))
+    if not any(out.iterdir()):
+        return True
     is_checkpoint = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
-    return not any(out.iterdir()) or (is_checkpoint and not foreign)
+    return is_checkpoint and not _holds_other_work(out)
 
 
-def check_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
+def _holds_other_work(folder: Path) -> bool:
+    """Return whether a folder holds what no conversion writes: version control, training runs, staging areas."""
+    return (
+        any(fnmatch(path.name, pattern) for path in folder.iterdir() for pattern in SKIPPED_FOLDERS)
+        or any(folder.rglob("run.json"))  # of `uptrain run`, with its checkpoints
+        or any(folder.rglob(AREAS))
+        or any(path.is_dir() and is_uptrain_output(path) for path in folder.rglob("*"))
+    )
+
+
+def check_disk_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
     """Raise CheckpointError if the bytes still to be written do not fit on the disk."""
     present = tree_bytes(staging.root)
     sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
@@ -99,9 +109,10 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
     area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
     """
-    check_space(plan, checkpoint, staging)
+    check_disk_space(plan, checkpoint, staging)
+    config_json.copied_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
     requested, before = plan, fingerprint(checkpoint, plan)
-    with _resumable(staging, before), naming(checkpoint.home):
+    with _resumable(staging, before), prefix_path(checkpoint.config_folder):
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan, staging.scratch, quiet)
@@ -117,11 +128,11 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
 
 
 @contextmanager
-def _resumable(staging: Staging, facts_sha256: str) -> Iterator[None]:
+def _resumable(staging: Staging, fingerprint_sha256: str) -> Iterator[None]:
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
     with staging:
         try:
-            staging.open(facts_sha256)
+            staging.open(fingerprint_sha256)
             yield
         except (OSError, RunError) as error:
             advice = f"finished work is kept in {staging.root}, and the same command continues from there"
@@ -137,9 +148,9 @@ def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, q
     text = plan.recipe.text
     if text is None or text.ids_NT is not None or not plan.conversions:
         return plan
-    from convert.calibration.generated_text import GeneratedText  # imported here, because it needs torch
+    from convert.calibration.generated_text import TextGeneration  # imported here, because it needs torch
 
-    generated = GeneratedText.of(checkpoint, text, plan.recipe.seed, plan.recipe.device)
+    generated = TextGeneration.of(checkpoint, text, plan.recipe.seed, plan.recipe.device)
     with console.progress_bar("Writing text", generated.n_tokens, quiet, unit="tokens") as progress:
         generated_NT = generated.write(staging.scratch / "generated-text", progress)
     recipe = replace(plan.recipe, text=text.with_generated(generated_NT))

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint import FLOAT_DTYPES, Tensor
+from model.checkpoint import FLOAT_DTYPES, TensorInfo
 from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.families import Family
@@ -19,7 +19,7 @@ LOOKS_LIKE_ATTENTION = re.compile(r"(?i)attn\.|attention\.|[._](k|v|kv|qkv)_proj
 # What DDP, torch.compile, FSDP, DeepSpeed and PEFT put before the names of the model that they wrap.
 TRAINING_PREFIXES = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
 Kind = Literal["q", "k", "v"]
-Layers = Mapping[int, Mapping[str, Tensor]]
+Layers = Mapping[int, Mapping[str, TensorInfo]]
 """Layer → part → tensor. A part is the tensor's name after `layers.0.`."""
 
 
@@ -71,7 +71,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Layout:
-    """The attention of one layer of a family at given sizes. Tensor names are parts."""
+    """The attention of one layer of a family at given sizes. Names of tensors are parts."""
 
     shapes: Mapping[str, tuple[int, ...]]
     required: frozenset[str]
@@ -179,7 +179,7 @@ def _norm_shapes(name: str, norms: HeadNorms, n_heads: int, head_dim: int) -> di
     return {f"{name}.weight": (n_heads, head_dim) if norms.layout == "matrix" else (n_heads * head_dim,)}
 
 
-def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+def attention_tensors(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
     """Return the attention tensors of each layer, by part.
 
     Raises CheckpointError for a tensor that looks like attention but does not fit the family.
@@ -188,7 +188,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[int
     layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
     pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
     possible = _possible_parts(family)
-    layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if family.other_towers is not None and re.match(family.other_towers, name):
             continue
@@ -256,7 +256,7 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
     return Attention(family, sizes, tuple(positions))
 
 
-def _layer_prefix(parts: Mapping[str, Tensor]) -> str:
+def _layer_prefix(parts: Mapping[str, TensorInfo]) -> str:
     """Return the prefix that all tensor names of a layer share."""
     prefixes = {tensor.name.removesuffix(part): tensor.name for part, tensor in parts.items()}
     if len(prefixes) > 1:
@@ -265,7 +265,7 @@ def _layer_prefix(parts: Mapping[str, Tensor]) -> str:
     return next(iter(prefixes))
 
 
-def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], present: set[str]) -> None:
+def _check_layer(layer: int, layout: Layout, parts: Mapping[str, TensorInfo], present: set[str]) -> None:
     for part in sorted(layout.required):
         if part not in parts:
             raise CheckpointError(f"layer {layer} has no {part}; the checkpoint is incomplete.")
@@ -281,7 +281,7 @@ def _check_layer(layer: int, layout: Layout, parts: Mapping[str, Tensor], presen
             _check_heads(layer, heads, parts)
 
 
-def _check_heads(layer: int, heads: Heads, parts: Mapping[str, Tensor]) -> None:
+def _check_heads(layer: int, heads: Heads, parts: Mapping[str, TensorInfo]) -> None:
     """Raise CheckpointError unless a layer has all of these heads in one dtype."""
     for part in heads.tensors:
         if part not in parts:
@@ -292,7 +292,7 @@ def _check_heads(layer: int, heads: Heads, parts: Mapping[str, Tensor]) -> None:
         )
 
 
-def _check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise CheckpointError(
             f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers mean {shape}; "

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from itertools import product
+from typing import Any
 
 from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
@@ -10,7 +10,7 @@ from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.families import is_native
 
-HEADS = ("lm_head.weight", "embed_out.weight")
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""
 
 
@@ -28,14 +28,12 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     layers = _parts(attention, prefixes, checkpoint)
     _check_layers(layers, checkpoint)
     if is_native(config):
-        for prefix, name in product(prefixes, BESIDE_ATTENTION):
-            if name not in layers[prefix]:
-                raise _lacks(checkpoint, prefix + name)
+        _check_native_layers(layers, checkpoint)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
-    has_head = any(name.endswith(HEADS) for name in tensors)
+    has_head = any(name.endswith(OUTPUT_HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
-    # A tied head may stand for the embedding.
-    if family.embedding and embedding not in tensors and not (has_head and config.get("tie_word_embeddings") is True):
+    stands_for_it = has_head and config.get("tie_word_embeddings") is True
+    if family.embedding and embedding not in tensors and not stands_for_it:
         raise _lacks(checkpoint, embedding)
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
     if family.final_norm and has_norms and final_norm not in tensors:
@@ -43,13 +41,26 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     for names in family.elsewhere:
         if not any(name in tensors for name in names):
             raise _lacks(checkpoint, names[0])
-    classes = config.get("architectures")
-    is_causal = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("ForCausalLM")
-    tied = config.get("tie_word_embeddings")
-    untied = tied is False or (tied is None and is_native(config))  # the default of these classes
-    # A base model, whose names have no prefix, has no head.
-    if is_causal and stack and untied and not has_head:
+    if not has_head and _needs_head(config, stack):
         raise _lacks(checkpoint, "embed_out.weight" if stack.startswith("gpt_neox.") else "lm_head.weight")
+
+
+def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> None:
+    for prefix, names in layers.items():
+        for name in BESIDE_ATTENTION:
+            if name not in names:
+                raise _lacks(checkpoint, prefix + name)
+
+
+def _needs_head(config: Mapping[str, Any], stack: str) -> bool:
+    """Return whether the class has an output head with a tensor of its own. `stack`: how names of layers begin."""
+    if not stack:  # a base model, which has no head
+        return False
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1 or not str(classes[0]).endswith("ForCausalLM"):
+        return False
+    tied = config.get("tie_word_embeddings")
+    return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes
 
 
 def _parts(attention: Attention, prefixes: list[str], checkpoint: Checkpoint) -> dict[str, set[str]]:
@@ -79,4 +90,4 @@ def _check_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> Non
 
 
 def _lacks(checkpoint: Checkpoint, name: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.home} lacks the tensor {name}.")
+    return CheckpointError(f"{checkpoint.config_folder} lacks the tensor {name}.")

@@ -10,7 +10,7 @@ from model.attention_layout import Attention, Layers, Sizes, attention_tensors, 
 from model.checkpoint import Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
-from model.common.errors import CheckpointError, naming
+from model.common.errors import CheckpointError, prefix_path
 from model.completeness import check_complete
 from model.families import Family, find_family
 from model.families.family import Assumed, Switch
@@ -89,7 +89,7 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 
     Raises CheckpointError if the two disagree, and for a layout that is not fully known.
     """
-    with naming(checkpoint.home):
+    with prefix_path(checkpoint.config_folder):
         return _read_geometry(checkpoint)
 
 
@@ -143,7 +143,7 @@ def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
     key = next((key for key in keys if _get(config, key) is not None), None)
     fraction = family.rotary_fraction if key is None else _get(config, key)
     if not checks.is_finite(fraction) or not 0 < fraction <= 1:
-        raise CheckpointError(f"config.json has {key} = {checks.show(fraction)}; it must be between 0 and 1.")
+        raise CheckpointError(f"config.json has {key} = {checks.short_repr(fraction)}; it must be between 0 and 1.")
     return float(fraction)
 
 
@@ -160,7 +160,8 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(
-            f"config.json has no_rope_layers = {checks.show(listed)}; it must give for each of {n_layers} layers 1 "
+            f"config.json has no_rope_layers = {checks.short_repr(listed)}; it must give for each of {n_layers} "
+            "layers 1 "
             "(rotated) or 0."
         )
     return [bool(value) for value in listed]
@@ -173,13 +174,13 @@ def _layer_types(config: Mapping[str, Any], n_layers: int) -> list[str]:
         return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(n_layers)]
     if kinds is None:
         raise CheckpointError(
-            f"config.json has sliding_window_pattern = {checks.show(every)}; it must be a whole number: every so many "
-            "layers, one attends to the whole text."
+            f"config.json has sliding_window_pattern = {checks.short_repr(every)}; it must be a whole number: every so "
+            "many layers, one attends to the whole text."
         )
     if not isinstance(kinds, list) or len(kinds) != n_layers or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(
-            f"config.json has layer_types = {checks.show(kinds)}; it must name the attention of each of {n_layers} "
-            "layers."
+            f"config.json has layer_types = {checks.short_repr(kinds)}; it must name the attention of each of "
+            f"{n_layers} layers."
         )
     return kinds
 
@@ -221,6 +222,12 @@ def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads
         raise CheckpointError(
             f"config.json says {_name(config, family.keys.n_heads)} = {n_heads}, but layer 0's {part} "
             f"{'is missing' if tensor is None else f'has shape {tensor.shape}, not that many equal heads'}."
+        )
+    # An empty tensor would let a file of a few bytes claim any number of heads.
+    if tensor.shape[1 - axis] != hidden_size:
+        raise CheckpointError(
+            f"config.json has a hidden size of {hidden_size}, but layer 0's {part} has shape {tensor.shape}; they do "
+            "not match."
         )
     head_dim = tensor.shape[axis] // n_heads
     statement, stated = _stated_head_dim(config, family, hidden_size // n_heads)
@@ -316,7 +323,7 @@ def check_class_settings(config: Mapping[str, Any], family: Family, head: bool) 
     for key, values in {**family.class_ignores, **(family.head_ignores if head else {})}.items():
         if (value := _get(config, key)) not in values:
             raise CheckpointError(
-                f"config.json has {key} = {checks.show(value)}, which transformers' class of {family.model_type} "
+                f"config.json has {key} = {checks.short_repr(value)}, which transformers' class of {family.model_type} "
                 "ignores, so it cannot run the model."
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -19,6 +20,9 @@ from results import Result
 if TYPE_CHECKING:
     import torch
     from faulty_runs import Runs
+
+settings.register_profile("groupwise", deadline=None)  # machines differ, and both cores may be busy
+settings.load_profile("groupwise")
 
 for colour in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(colour, None)  # tests that want colours set them
@@ -150,7 +154,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
-    """Return what runs in which something goes wrong are made of, and compared with."""
+    """Return the inputs of runs with injected faults, and the same runs undisturbed."""
     from faulty_runs import Runs
 
     return Runs(tmp_path_factory.mktemp("runs"))

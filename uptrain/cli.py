@@ -19,7 +19,7 @@ from uptrain.commands import COMMANDS
 )
 @click.version_option(package_name="groupwise", prog_name="uptrain")
 def cli() -> None:
-    """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original steps.
+    """Uptrain a converted checkpoint: continue its pre-training for a small share α of the original tokens.
 
     CACHE is a token cache that `uptrain prepare` writes. RUN is the folder of a run. Models are Hugging
     Face folders, or the names of models in the Hugging Face cache (org/name).

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from model.checkpoint.hf_folder import read_config
 from model.common import console
 from model.common.errors import InputError
-from model.decoder.devices import faster_products
+from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.vocabularies import check_teacher
 from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
@@ -77,7 +77,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResul
     loss_module = accelerator.prepare_model(models, evaluation_mode=True)
     size = options.micro_batch or default_micro_batch(cache.seq_len)
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
-    with faster_products(accelerator.device.type), progress as advance:
+    with fast_float32_matmul(accelerator.device.type), progress as advance:
         result = evaluate(loss_module, cache, size, accelerator, options.teacher is not None, advance=advance)
     if not result.targets:
         raise InputError(f"{options.data} has nothing to predict: no document in it has two tokens.")

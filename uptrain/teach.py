@@ -23,7 +23,7 @@ from model.common.errors import InputError
 from model.common.files import sync_file, write_file
 from model.common.machine import world_size
 from model.common.staging import Staging, check_out
-from model.decoder.devices import faster_products
+from model.decoder.devices import fast_float32_matmul
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
@@ -87,15 +87,18 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     fingerprint = hashlib.sha256(wanted.text()).hexdigest()
     kept = open_staging(staging_out(options.out, options.machine_shard), fingerprint, continues=CONTINUES)
     with kept as staging, ExitStack() as joined:
+        machines: list[Staging] = []
         if options.machine_shard is None:
             differs = "another model, cache or --top-k"
-            for machine_shard in joined.enter_context(machine_shards(staging, fingerprint, differs)):
-                _move(machine_shard, staging)
+            machines = joined.enter_context(machine_shards(staging, fingerprint, differs))
+        precision = _precision([staging, *machines])
+        for machine_shard in machines:
+            _move(machine_shard, staging)
         missing = [(number, windows) for number, windows in own if not _is_complete(staging, number)]
         n_missing = sum(len(windows) for _, windows in missing)
-        _check_room(options.out, n_missing, wanted)
+        _check_disk_space(options.out, n_missing, wanted)
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
-            _write_shards(missing, options.model, cache, wanted, staging, advance)
+            _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
             return {"share": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
@@ -156,12 +159,16 @@ def _already_complete(out: Path, wanted: LogitsManifest) -> LogitsManifest:
 
 def _summary(out: Path, manifest: LogitsManifest, was_complete: bool) -> dict[str, Any]:
     nbytes = manifest.n_windows * window_bytes(manifest.seq_len, manifest.top_k, manifest.dtype)
-    names = ("top_k", "n_windows", "seq_len", "vocab_size", "teacher", "teacher_sha256", "cache_sha256", "sha256")
+    names = (
+        "top_k", "n_windows", "seq_len", "vocab_size", "teacher", "teacher_sha256", "cache_sha256",
+        "sha256",
+    )  # fmt: skip
     values = {name: getattr(manifest, name) for name in names}
+    values["precision"] = manifest.shards[0].precision
     return {"out": str(out), "was_complete": was_complete, "bytes": nbytes, **values}
 
 
-def _check_room(out: Path, n_windows: int, wanted: LogitsManifest) -> None:
+def _check_disk_space(out: Path, n_windows: int, wanted: LogitsManifest) -> None:
     """Raise OSError if the disk has too little space for so many windows."""
     required = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
     free = shutil.disk_usage(out.resolve().parent).free
@@ -182,6 +189,18 @@ def _is_complete(staging: Staging, number: int) -> bool:
     return record is not None and all((staging.folder / name).is_file() for name in LogitsShard(**record).files)
 
 
+def _precision(stagings: Iterable[Staging]) -> str:
+    """Return the precision of the shards that are finished; if there are none, that of this device.
+
+    Raises InputError if finished shards have several.
+    """
+    finished = {record["precision"]: staging for staging in stagings for record in staging.finished.values()}
+    if len(finished) > 1:
+        parts = " and ".join(f"{precision} ({staging.root})" for precision, staging in sorted(finished.items()))
+        raise InputError(f"shards were computed in {parts}; remove those of one precision, and compute them again.")
+    return next(iter(finished), "fp32" if choose_device("auto").type in ("cpu", "mps") else "bf16")
+
+
 def _move(machine_shard: Staging, staging: Staging) -> None:
     """Move the finished shards of another machine into a staging folder."""
     for name, record in machine_shard.finished.items():
@@ -197,6 +216,7 @@ def _write_shards(
     folder: Path,
     cache: TokenCache,
     wanted: LogitsManifest,
+    precision: str,
     staging: Staging,
     advance: Callable[[float], None],
 ) -> None:
@@ -204,12 +224,11 @@ def _write_shards(
     if not missing:
         return
     device = choose_device("auto")
-    on_cpu = device.type in ("cpu", "mps")
     micro_batch = default_micro_batch(cache.seq_len)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
-    teacher = load_teacher(folder, "fp32" if on_cpu else "bf16").to(device)
-    in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=not on_cpu)
-    with faster_products(device.type), torch.inference_mode(), in_bf16:
+    teacher = load_teacher(folder, precision).to(device)
+    in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:
         for number, windows in missing:
             batches = [
                 _logits_of(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)
@@ -228,7 +247,8 @@ def _write_shards(
                 write_file(staging.folder / name, content)
                 sync_file(staging.folder / name)
                 sums.append(hashlib.sha256(content).hexdigest())
-            staging.record_file(_name(number), vars(LogitsShard(*names, len(windows), *sums)))
+            shard = LogitsShard(*names, len(windows), sums[0], sums[1], sums[2], precision)
+            staging.record_file(_name(number), vars(shard))
 
 
 def _logits_of(

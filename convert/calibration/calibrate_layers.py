@@ -30,10 +30,10 @@ from convert.merging.weights import LayerAttention
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.files import sync_folder
-from model.decoder.devices import faster_products, naming_lack_of_memory
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
 
-JUDGED_TOKENS = 4096
-"""Maximum held-out tokens on which solutions are compared."""
+MAX_COMPARISON_TOKENS = 4096
+"""Maximum validation tokens on which solutions are compared."""
 
 
 def calibrate_layers(
@@ -57,7 +57,7 @@ def write_layers(
     if (folder / "finished").exists():
         return
     recipe = conversions[0].recipe
-    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
+    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device, recipe.refine):
             save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
@@ -66,25 +66,25 @@ def write_layers(
 
 
 @torch.no_grad()
-def held_out_errors(
+def validation_errors(
     checkpoint: Checkpoint,
     recipe: Recipe,
     folder: Path,
     indices: Container[int],
     versions: Callable[[int], Sequence[LayerAttention | FittedLatent]],
 ) -> dict[int, list[float]]:
-    """Return the held-out output errors of versions of some layers on a recipe's text, by layer index.
+    """Return the validation errors of versions of some layers on a recipe's text, by layer index.
 
     `versions` returns the versions of a layer, given its index.
     """
     assert recipe.text is not None
     folder.mkdir(parents=True)
     errors = {}
-    with faster_products(recipe.device):
+    with fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
             layer.run(lambda heads: None)
             if layer.index in indices:
-                windows = layer.text.held_out
+                windows = layer.text.validation_windows
                 errors[layer.index] = [_error(layer, attention, windows) for attention in versions(layer.index)]
     return errors
 
@@ -119,13 +119,13 @@ def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAtte
 
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
-    """Return the merged layer. Of a method's several solutions, choose the one with the least held-out output error."""
+    """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
     merge_group, find_others = find_group_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
     best = apply_maps(before, moments, maps)
     if find_others is None:
         return best
-    windows = judged_windows(layer)
+    windows = comparison_windows(layer)
     least = squared_error(layer, weights_of(best), windows)
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
@@ -137,7 +137,7 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
     return best
 
 
-def judged_windows(layer: Layer) -> list[int]:
-    """Return the held-out windows on which solutions are compared."""
-    held_out = layer.text.held_out
-    return held_out[: -(-JUDGED_TOKENS // layer.text.length)]
+def comparison_windows(layer: Layer) -> list[int]:
+    """Return the validation windows on which solutions are compared."""
+    validation = layer.text.validation_windows
+    return validation[: -(-MAX_COMPARISON_TOKENS // layer.text.length)]

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadStates, LayerModule, ModelLayers, Watch, Weights
+from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
-from model.decoder.observed_attention import attention_weights, observe_attention
+from model.decoder.observed_attention import ObservedCall, attention_weights, observe_attention
 from model.decoder.transformers_classes import build_empty_model, load_state, no_attention_function, refusing
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
@@ -44,7 +44,8 @@ class EncoderDecoderLayers(ModelLayers):
         start = getattr(self._model.config, "decoder_start_token_id", None)
         if not checks.is_whole_number(start, least=0):
             raise CheckpointError(
-                f"config.json has decoder_start_token_id = {checks.show(start)}; it must be the number of the token "
+                f"config.json has decoder_start_token_id = {checks.short_repr(start)}; it must be the number of the "
+                "token "
                 "that begins a text of the decoder."
             )
         self._start: int = start
@@ -134,8 +135,8 @@ class DecoderLayer(LayerModule):
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
         self._added_1HAA, self.device = added_1HAA, attention.o.weight.device
-        self._last_call: dict[str, Any] = {}
-        """The last arguments of the class's attention function."""
+        self._last_call: ObservedCall
+        """What the class's attention received last."""
 
     def _arguments(self, encoded_BEM: Tensor) -> dict[str, Any]:
         """Return the arguments of the attention, but for the states."""
@@ -147,14 +148,14 @@ class DecoderLayer(LayerModule):
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
         return torch.cat([encoded_BEM, self._sublayer.layer_norm(states_BAM)], dim=1)
 
-    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+    def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
 
-        def observe(call: dict[str, Any]) -> None:
+        def observe(call: ObservedCall) -> None:
             self._last_call = call
-            q_BAHD, k_BSGD, v_BSGD = (call[name].transpose(1, 2) for name in "qkv")
+            q_BAHD, k_BSGD, v_BSGD = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v))
             self.check_finite(q_BAHD, k_BSGD, v_BSGD)
-            watch(HeadStates(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
+            observer(HeadStates(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
 
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
         hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))

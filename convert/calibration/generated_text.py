@@ -23,16 +23,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from convert.calibration.next_token import NextToken, open_model
+from convert.calibration.incremental_decoder import IncrementalDecoder, open_model
+from convert.calibration_text.read import copy_tokenizer
 from convert.calibration_text.text import CalibrationText
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console
 from model.common.console import Advance
 from model.common.errors import CheckpointError
-from model.common.files import copy_file, file_sha256, replace_file
+from model.common.files import file_sha256, replace_file
 from model.common.machine import available_memory
-from model.common.tokenizer import open_tokenizer
+from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES, open_tokenizer
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
 from model.families import is_native
@@ -46,11 +47,10 @@ BATCH_ROWS = 64
 CACHE_BYTES = 4 << 30
 """Maximum bytes of a batch's KV cache. It limits the rows per batch."""
 _MARK = "\N{REPLACEMENT CHARACTER}words\N{REPLACEMENT CHARACTER}"
-_TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
 
 
 @dataclass(frozen=True)
-class GeneratedText:
+class TextGeneration:
     """A request for text written by the model itself."""
 
     checkpoint: Checkpoint
@@ -64,7 +64,7 @@ class GeneratedText:
     """The device of the model. Tokens are drawn on the CPU."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, text: CalibrationText, seed: int, device: str = "cpu") -> "GeneratedText":
+    def of(cls, checkpoint: Checkpoint, text: CalibrationText, seed: int, device: str = "cpu") -> "TextGeneration":
         """Return the request for the windows of a calibration text that the model writes."""
         return cls(checkpoint, text.bos_ids, len(text.generated), text.window, seed, device)
 
@@ -90,7 +90,7 @@ class GeneratedText:
         """SHA-256 of the files that the text depends on besides the weights and config, and of its first tokens."""
         digest = hashlib.sha256(repr(self.bos_ids).encode())
         for name, content in sorted(self.checkpoint.side_files.items()):
-            if name.startswith((*_TOKENIZER_FILES, "generation_config.json")):
+            if name in VOCABULARIES or name.startswith((*TOKENIZER_FILES, "generation_config.json")):
                 digest.update(f"\n{name} ".encode())
                 digest.update(content if isinstance(content, bytes) else file_sha256(content).encode())
         return digest.hexdigest()
@@ -145,7 +145,7 @@ class _Writer:
     """A model in memory, and the tokens that its documents begin with."""
 
     def __init__(self, checkpoint: Checkpoint, first: Sequence[int], device: str) -> None:
-        self._model: NextToken = open_model(checkpoint, device)
+        self._model: IncrementalDecoder = open_model(checkpoint, device)
         self._ends = frozenset(stop_ids(checkpoint))
         bos = checkpoint.config.get("bos_token_id")
         of_config = (bos,) if type(bos) is int and bos >= 0 else ()
@@ -222,9 +222,7 @@ def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...]
     Without a template, the first tuple is empty.
     """
     with TemporaryDirectory() as folder:
-        for name, content in checkpoint.side_files.items():
-            if name.startswith(_TOKENIZER_FILES):
-                copy_file(content, Path(folder) / name)
+        copy_tokenizer(checkpoint, Path(folder))
         tokenizer: Any = open_tokenizer(Path(folder))
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     vocabulary = sorted(set(tokenizer.get_vocab().values()) - special)

@@ -22,7 +22,7 @@ KEYS_DRAWN = 16
 
 
 @dataclass(frozen=True)
-class Pairs:
+class DrawnKeys:
     """Queries of one window, and the keys that were drawn for them."""
 
     at_S: Tensor
@@ -45,7 +45,7 @@ class InputSums:
         self._tokens_XX, self._attended_XX, self._mixed_XX = (
             torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=place) for _ in range(3)
         )
-        self.pairs: list[Pairs] = []
+        self.drawn_keys: list[DrawnKeys] = []
         """For each window."""
         self._draws = torch.Generator().manual_seed(layer.index)
         self._rng = np.random.default_rng(layer.index)
@@ -60,7 +60,7 @@ class InputSums:
             weights_HST = self._layer.module.attention_weights(q_THD[at_S].transpose(0, 1), k_TGD.transpose(0, 1), at_S)
             weights_NT = weights_HST.flatten(0, 1)
             drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
-            self.pairs.append(Pairs(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_DRAWN)))
+            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_DRAWN)))
             mixed_NX = weights_NT @ x_TX
             self._tokens_XX += _products(x_TX, x_TX)
             self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)

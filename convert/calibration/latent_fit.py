@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.calibration.calibrate_layers import judged_windows, write_layers
+from convert.calibration.calibrate_layers import comparison_windows, write_layers
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights, with_latent_weights
 from convert.calibration.layer_output import outputs, squared_error
-from convert.calibration.layer_stream import Layer, is_held_out
+from convert.calibration.layer_stream import Layer, is_validation_window
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
@@ -49,8 +49,8 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, adva
     assert positions is not None
     before, moments = conversion.read(checkpoint), sums.moments()
     frequencies_F = frequencies_at(conversion.rope, positions)
-    windows = judged_windows(layer)
-    fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
+    windows = comparison_windows(layer)
+    fitted = [(n, drawn) for n, drawn in enumerate(sums.drawn_keys) if not is_validation_window(n)]
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":

@@ -3,7 +3,7 @@
 To second order, a change of a query's logits changes its attention by their variance under the attention weights. So
 keys are drawn with these weights, rotated to their distance from the query, and taken relative to their mean. The best
 linear map from what is cached (the rotated key and the latent) to a head's own keys then gives both its rotated queries
-and its unrotated keys. It also makes up for channels whose frequency is not that of the planes they stand for.
+and its unrotated keys. It also makes up for channels whose frequency is not that of the RoPE pairs they stand for.
 
 Letters: S queries of a window, C keys drawn for each, H query heads, K key/value heads, D head_dim, R rotated
 dimensions, L numbers of the latent, Z = R + L, T tokens, X inputs (the hidden size).
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.input_moments import Pairs
+from convert.calibration.input_moments import DrawnKeys
 from convert.calibration.layer_stream import Layer
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
@@ -34,11 +34,11 @@ def solve_queries(
     latent: LatentMatrices,
     sizes: LatentSizes,
     frequencies: tuple[Real, Real],
-    pairs: Sequence[tuple[int, Pairs]],
+    drawn_keys: Sequence[tuple[int, DrawnKeys]],
 ) -> LatentMatrices:
     """Return the latent attention with other rotated queries and unrotated keys.
 
-    `frequencies`: of the source's planes and of the channels. `pairs`: windows to fit on, by index.
+    `frequencies`: of the source's RoPE pairs and of the channels. `drawn_keys`: of the windows to fit on, by index.
     """
     device = layer.module.device
     keys_CX, shared_ZX = (
@@ -49,7 +49,7 @@ def solve_queries(
     n_heads, size, place = sizes.n_heads, sizes.head_dim, float64_device(device)
     power_HZZ = torch.zeros(n_heads, len(shared_ZX), len(shared_ZX), dtype=torch.float64, device=place)
     cross_HZD = torch.zeros(n_heads, len(shared_ZX), size, dtype=torch.float64, device=place)
-    for window, drawn in pairs:
+    for window, drawn in drawn_keys:
         x_TX = layer.inputs([window])[0]
         keys_TKD, shared_TZ = (x_TX @ keys_CX.T).view(len(x_TX), -1, size), x_TX @ shared_ZX.T
         for head in range(n_heads):

@@ -1,7 +1,7 @@
 """Choose the frequencies of the shared rotated key for a whole model, by a first pass over part of the text.
 
 All layers share them, since `config.json` has one rotary embedding. Letters: H query heads, K key/value heads, P
-planes, S queries of a window, C keys drawn for each, N pairs of them or candidates.
+RoPE pairs, S queries of a window, C keys drawn for each, N pairs of them or candidates.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ import torch
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_output import parents_output, squared_error
-from convert.calibration.layer_stream import Layer, is_held_out, iter_layers
+from convert.calibration.layer_output import original_output, squared_error
+from convert.calibration.layer_stream import Layer, is_validation_window, iter_layers
 from convert.calibration_text.text import CalibrationText
-from convert.latent.closed_form import plane_powers, solve
+from convert.latent.closed_form import pair_powers, solve
 from convert.latent.layer import LatentLayer
 from convert.latent.rotation import frequencies_at, spacings, stock_positions
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
-from model.decoder.devices import faster_products, naming_lack_of_memory, to_float64
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error, to_float64
 
 SURVEY_TOKENS = 8192
 """Maximum tokens of the text that are surveyed."""
@@ -46,7 +46,7 @@ def choose_positions(
     candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_rotary_pairs, n_channels)]
     errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
-    with naming_lack_of_memory(recipe.device), faster_products(recipe.device):
+    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):
             conversion = conversions[layer.index]
             sums = InputSums(layer, conversion.sizes.hidden_size)
@@ -61,14 +61,14 @@ def choose_positions(
 
 
 def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) -> Real:
-    """Return what each principal component of each plane would add to the logits if it was rotated, [P, K].
+    """Return what each principal component of each RoPE pair would add to the logits if it was rotated, [P, K].
 
     That is its power, as a share of that of all, times the share that an unrotated key could not express: one minus the
     squared mean of exp(i f Δ) over the distances Δ that heads attend to.
     """
-    powers_PK = plane_powers(conversion.read(checkpoint), sums.moments())
+    powers_PK = pair_powers(conversion.read(checkpoint), sums.moments())
     distances_HN = np.concatenate(
-        [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.pairs], axis=1
+        [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.drawn_keys], axis=1
     )
     means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in conversion.rope.frequencies]
     rotating_P = (1 - np.abs(means_PH) ** 2).mean(axis=1)
@@ -77,7 +77,7 @@ def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) 
 
 
 def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
-    """Return the planes of the components with the largest benefits, each as often as it occurs, in order."""
+    """Return the RoPE pairs of the components with the largest benefits, each as often as it occurs, in order."""
     order = np.argsort(-benefits_PK, axis=None, kind="stable")[:n_channels]
     return tuple(sorted(float(place // benefits_PK.shape[1]) for place in order))
 
@@ -86,12 +86,12 @@ def _errors(
     checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, sums: InputSums,
     candidates: Sequence[tuple[float, ...]],
 ) -> Real:  # fmt: skip
-    """Return the squared output error of the layer on held-out windows for each candidate, as shares of its power."""
+    """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""
     before, moments = conversion.read(checkpoint), sums.moments()
-    windows = layer.text.held_out
-    fitted = [(n, drawn) for n, drawn in enumerate(sums.pairs) if not is_held_out(n)]
+    windows = layer.text.validation_windows
+    fitted = [(n, drawn) for n, drawn in enumerate(sums.drawn_keys) if not is_validation_window(n)]
     batches = layer.text.batches(windows)
-    power = sum(float(to_float64(parents_output(layer, batch)).square().sum()) for batch in batches) or 1.0
+    power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:
         frequencies_F = frequencies_at(conversion.rope, positions)

@@ -30,7 +30,7 @@ class HeadStates:
     """The keys' factors by norms of each head, relative to a norm of all heads together; None without them."""
 
 
-Watch = Callable[[HeadStates], None]
+HeadObserver = Callable[[HeadStates], None]
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class LayerModule(ABC):
         """Return the inputs of the layer's attention, [B, T, M], for the layer's input states."""
 
     @abstractmethod
-    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+    def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         """Return the attention's output, with its bias, and the layer's output states, both [B, T, M].
 
-        `watch` is called with the heads. Raises CheckpointError for NaN and infinity.
+        `observer` is called with the heads. Raises CheckpointError for NaN and infinity.
         """
 
     @abstractmethod

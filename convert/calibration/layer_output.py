@@ -50,7 +50,7 @@ def with_output(attention: AnyAttention, o_MC: Real) -> AnyAttention:
     return replace(attention, o_HMD=np.ascontiguousarray(split_heads(o_MC, len(attention.o_HMD))))
 
 
-def parents_output(layer: Layer, windows: list[int]) -> Tensor:
+def original_output(layer: Layer, windows: list[int]) -> Tensor:
     """Return the original layer's attention output without the output projection's bias, [B, T, M].
 
     Reads the file that `Layer.run` writes, so call that first.
@@ -63,7 +63,7 @@ def outputs(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> Iterat
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
-        yield from zip(heads_out(layer, weights, layer.inputs(batch)), parents_output(layer, batch), strict=True)
+        yield from zip(heads_out(layer, weights, layer.inputs(batch)), original_output(layer, batch), strict=True)
 
 
 def heads_out(layer: Layer, weights: AnyWeights, x_BTM: Tensor) -> Tensor:
@@ -76,5 +76,5 @@ def squared_error(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> 
     total, weights = 0.0, weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
         out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
-        total += float(to_float64(parents_output(layer, batch) - out_BTM).square().sum())
+        total += float(to_float64(original_output(layer, batch) - out_BTM).square().sum())
     return total

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from convert.calibration.layer_module import LayerModule, ModelLayers, Watch
+from convert.calibration.layer_module import HeadObserver, LayerModule, ModelLayers
 from convert.calibration.native_layers import NativeLayers
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
@@ -37,21 +37,21 @@ _BATCH_TOKENS = 1024
 _CHECKED_LENGTH = 8
 """Tokens of the text on which a model is tried."""
 
-HELD_OUT_EVERY = 4
+VALIDATION_EVERY = 4
 
 States = NDArray[np.float32]
 
 
-def is_held_out(window: int) -> bool:
-    """Return whether a window is held out: every fourth one."""
-    return window % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+def is_validation_window(window: int) -> bool:
+    """Return whether a window is for validation: every fourth one."""
+    return window % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 
 class CalibrationWindows:
     """The windows of a text, in batches.
 
-    Every fourth is held out: refit and refine do not train on it, and solutions are compared on it. The moments, of
-    which solutions are computed, include it.
+    Every fourth is for validation: refit and refine do not train on it, and solutions are compared on it. The moments,
+    of which solutions are computed, include it.
     """
 
     def __init__(self, text: CalibrationText) -> None:
@@ -59,12 +59,12 @@ class CalibrationWindows:
         self._batch = max(1, _BATCH_TOKENS // self.length)
 
     @property
-    def held_out(self) -> list[int]:
-        return [window for window in range(self.n_windows) if is_held_out(window)]
+    def validation_windows(self) -> list[int]:
+        return [window for window in range(self.n_windows) if is_validation_window(window)]
 
     @property
     def fitted(self) -> list[int]:
-        return [window for window in range(self.n_windows) if not is_held_out(window)]
+        return [window for window in range(self.n_windows) if not is_validation_window(window)]
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
         """Yield the indices of all windows, or of `windows`, batch by batch."""
@@ -95,12 +95,12 @@ class Layer:
         """Return states that were read from a file, on the layer's device."""
         return torch.from_numpy(states_BTM).to(self.module.device)
 
-    def run(self, watch: Watch) -> None:
-        """Run the layer on the text, with its current weights. Calls `watch` with each batch's heads."""
+    def run(self, observer: HeadObserver) -> None:
+        """Run the layer on the text, with its current weights. Calls `observer` with each batch's heads."""
         shape = self.states_NTM.shape
         with _writing(self._attended, shape) as write_attended, _writing(_following(self.folder), shape) as write_next:
             for windows in self.text.batches():
-                attended_BTM, next_BTM = self.module.run(self.on_device(self.states_NTM[windows]), watch)
+                attended_BTM, next_BTM = self.module.run(self.on_device(self.states_NTM[windows]), observer)
                 write_attended(attended_BTM)
                 write_next(next_BTM)
                 self.advance(len(windows) * self.text.length)
@@ -185,7 +185,7 @@ def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
     if wrong:
         raise CheckpointError(
             f"the calibration text has the token id {wrong[0]}, but the model has {n_embeddings} tokens; "
-            "tokenizer.json, or a text of token ids, belongs to another model."
+            "the tokenizer, or a text of token ids, belongs to another model."
         )
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadStates, LayerModule, ModelLayers, Watch, Weights
+from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -67,7 +67,7 @@ class NativeLayer(LayerModule):
         x_BTM: Tensor = self.block.input_layernorm(states_BTM)
         return x_BTM
 
-    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+    def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attention, block = self.attention, self.block
         x_BTM = self.inputs(states_BTM)
         q_BTHD, k_BTGD, v_BTGD = (
@@ -76,7 +76,7 @@ class NativeLayer(LayerModule):
         )
         self.check_finite(q_BTHD, k_BTGD, v_BTGD)
         heads = HeadStates(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTGD, *self._rotation), v_BTGD)
-        watch(heads)
+        observer(heads)
         out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2]))
         attended_BTM: Tensor = attention.o_proj(out_BTHD.flatten(2))
         middle_BTM = states_BTM + attended_BTM

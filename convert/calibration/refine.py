@@ -4,7 +4,8 @@ The closed form (`convert.merging.methods.fit`) minimises the errors of logits a
 order. Gradient descent starts from it and minimises the output error over queries, keys, values and output projection
 together. The layer reads the parent's states. It needs neither the rest of the model nor labels.
 
-Every fourth window is held out. The result is the weights with the least held-out error, possibly the initial ones.
+Every fourth window is for validation. The result is the weights with the least validation error, possibly the initial
+ones.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Generic
 
 import torch
 
-from convert.calibration.layer_output import AnyWeights, heads_out, parents_output, squared_error
+from convert.calibration.layer_output import AnyWeights, heads_out, original_output, squared_error
 from convert.calibration.layer_stream import Layer
 from model.common.console import Advance
 
@@ -29,7 +30,7 @@ of its width.
 WARMUP = 0.05
 """Share of steps with a rising learning rate; a cosine decay follows."""
 EVALUATIONS = 4
-"""Number of times the held-out error is measured during training."""
+"""Number of times the validation error is measured during training."""
 BETAS = (0.9, 0.95)
 
 
@@ -42,11 +43,11 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    held_out = layer.text.held_out
+    validation = layer.text.validation_windows
     batch = max(1, BATCH_TOKENS // layer.text.length)
     n_steps = max(1, n_tokens // (batch * layer.text.length))
     start = merged.to(layer.module.device)
-    best, least = merged, squared_error(layer, start, held_out)
+    best, least = merged, squared_error(layer, start, validation)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch, seed), n_steps), start=1):
@@ -55,7 +56,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
             if step * EVALUATIONS // n_steps > (step - 1) * EVALUATIONS // n_steps:
                 weights = training.weights()
                 with torch.no_grad():
-                    error = squared_error(layer, weights, held_out)
+                    error = squared_error(layer, weights, validation)
                 if error < least:
                     best, least = weights, error
     return best
@@ -87,7 +88,7 @@ class _Training(Generic[AnyWeights]):
 
     def step(self, windows: list[int]) -> None:
         with torch.no_grad():
-            x_BTM, target_BTM = self._layer.inputs(windows), parents_output(self._layer, windows)
+            x_BTM, target_BTM = self._layer.inputs(windows), original_output(self._layer, windows)
         out_BTM = heads_out(self._layer, self._weights, x_BTM) @ self._weights.o_MC.T
         loss = (out_BTM - target_BTM).square().mean() / target_BTM.square().mean()
         self._optimizer.zero_grad()

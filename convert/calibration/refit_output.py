@@ -1,7 +1,7 @@
 """Fit a merged layer's output projection to the original layer's output, by ridge regression on a text.
 
-Every fourth window is held out. The ridge penalty with the least held-out error is chosen. If none lowers that error,
-the projection stays as it is, so a refit never increases the held-out error.
+Every fourth window is for validation. The ridge penalty with the least validation error is chosen. If none lowers
+that error, the projection stays as it is, so a refit never increases it.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_output import AnyAttention, with_output
-from convert.calibration.layer_stream import is_held_out
+from convert.calibration.layer_stream import is_validation_window
 from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device, to_float64
 
@@ -41,18 +41,18 @@ class _Sums:
 def refit_output(
     merged: AnyAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
 ) -> AnyAttention:  # fmt: skip
-    """Return the layer with the output projection that has the least held-out error.
+    """Return the layer with the output projection that has the least validation error.
 
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the
     projection's bias, on `device`.
     """
     old_CM = torch.from_numpy(join_heads(merged.o_HMD).T.copy()).to(float64_device(torch.device(device)))
-    fit, held_out = (_Sums(old_CM) for _ in range(2))
+    fit, validation = (_Sums(old_CM) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
-        (held_out if is_held_out(window) else fit).add(heads_TC, target_TM)
-    best_CM, least = old_CM, held_out.error(old_CM)
+        (validation if is_validation_window(window) else fit).add(heads_TC, target_TM)
+    best_CM, least = old_CM, validation.error(old_CM)
     for o_CM in _solutions(old_CM, fit):
-        if (error := held_out.error(o_CM)) < least:
+        if (error := validation.error(o_CM)) < least:
             best_CM, least = o_CM, error
     return merged if best_CM is old_CM else with_output(merged, best_CM.T.cpu().numpy())
 

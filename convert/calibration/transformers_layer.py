@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadStates, LayerModule, Watch, Weights
+from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, Weights
 from convert.calibration.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
-from model.decoder.observed_attention import attention_weights, observe_attention
+from model.decoder.observed_attention import ObservedCall, attention_weights, observe_attention
 from model.decoder.transformers_classes import no_attention_function
 from model.geometry import Geometry
 
@@ -29,7 +29,7 @@ OLMo's and MPT's clipping (`clip_qkv`) as long as it changes few numbers."""
 
 KINDS: tuple[Kind, ...] = ("q", "k", "v")
 
-Call = dict[str, Any]
+Arguments = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
 
 
@@ -38,7 +38,7 @@ class StopForwardError(Exception):
 
 
 @contextmanager
-def recording(layers: list[nn.Module], received: list[tuple[Tensor, Call]]) -> Iterator[None]:
+def recording(layers: list[nn.Module], received: list[tuple[Tensor, Arguments]]) -> Iterator[None]:
     """Let layers record their states and other arguments instead of running. The last one stops the model."""
 
     def recorder(forward: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -68,7 +68,7 @@ class TransformersLayer(LayerModule):
     """One layer of the class."""
 
     def __init__(
-        self, layer: Any, index: int, geometry: Geometry, length: int, arguments: Callable[[int], Call]
+        self, layer: Any, index: int, geometry: Geometry, length: int, arguments: Callable[[int], Arguments]
     ) -> None:
         assert geometry.n_rotary_pairs is not None
         self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
@@ -86,9 +86,9 @@ class TransformersLayer(LayerModule):
         self._norms: TransformersNorms | None = None
         if family.head_norms is not None and family.head_norms.kind == "rms":  # others: see `check_layer_merge`
             self._norms = TransformersNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
-        self._calls: dict[int, Call] = {}
-        self._last_call: Call = {}
-        """The last arguments of the class's attention function."""
+        self._calls: dict[int, Arguments] = {}
+        self._last_call: ObservedCall
+        """What the class's attention received last."""
         mask = self._attention_call(1).get("attention_mask")
         if mask is None or torch.equal(mask[..., 0, -1], mask[..., 0, 0]):  # the first token sees the last, as itself
             raise CheckpointError(
@@ -100,18 +100,18 @@ class TransformersLayer(LayerModule):
     def inputs(self, states_BTM: Tensor) -> Tensor:
         return self._until_attention(states_BTM)[0]
 
-    def run(self, states_BTM: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+    def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
         scales_BTG = (
             None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), 1))
         )
 
-        def observe(call: Call) -> None:
+        def observe(call: ObservedCall) -> None:
             self._last_call = call
             rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
-            v_BTGD = call["v"].transpose(1, 2)
+            v_BTGD = call.v.transpose(1, 2)
             self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
-            watch(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
+            observer(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
@@ -165,23 +165,23 @@ class TransformersLayer(LayerModule):
         heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
         return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
 
-    def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Call]:
+    def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Arguments]:
         """Run the layer until it calls its attention; return the attention's input states and other arguments."""
-        received: list[tuple[Tensor, Call]] = []
+        received: list[tuple[Tensor, Arguments]] = []
         with recording([self._attention], received), suppress(StopForwardError):
             self._layer(states_BTM, **self._arguments(len(states_BTM)))
         return received[0]
 
-    def _attention_call(self, n_rows: int) -> Call:
+    def _attention_call(self, n_rows: int) -> Arguments:
         """Return the attention's arguments, but for the states, for a batch of `n_rows` windows."""
         if n_rows not in self._calls:
             zeros_BTM = torch.zeros(n_rows, self._length, self._hidden_size, device=self.device)
             self._calls[n_rows] = self._until_attention(zeros_BTM)[1]
         return self._calls[n_rows]
 
-    def _heads_of(self, call: Call, kind: Kind) -> Tensor:
+    def _heads_of(self, call: ObservedCall, kind: Kind) -> Tensor:
         """Return the queries or keys that the attention function received, in half-split order, [B, T, H, D]."""
-        heads_BTHD: Tensor = call[kind][..., self._order].transpose(1, 2)
+        heads_BTHD = _heads(call, kind)[..., self._order].transpose(1, 2)
         return heads_BTHD if self._norms is None else self._norms.with_pair_means(kind, heads_BTHD)
 
     def _rotation(self) -> tuple[Tensor, Tensor] | None:
@@ -207,7 +207,7 @@ class TransformersLayer(LayerModule):
         if "position_embeddings" in call:
             cos, sin = call["position_embeddings"]
             calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
-        received: list[Call] = []
+        received: list[ObservedCall] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator, device="cpu").to(self.device)
         mixed: list[Tensor] = []
@@ -225,7 +225,7 @@ class TransformersLayer(LayerModule):
         self._check_projections(x_1TM, plain)
         self._check_rotation(rotated, plain)
 
-    def _check_attention(self, rotated: Call, mixed_1TC: Tensor) -> None:
+    def _check_attention(self, rotated: ObservedCall, mixed_1TC: Tensor) -> None:
         """Raise CheckpointError unless the class's attention is the softmax that was observed."""
         some = slice(None, None, max(1, self._length // 8))
         if _relative_error(self._mixed(rotated, some), mixed_1TC[:, some]) > _ROTATION_ERROR:
@@ -234,19 +234,19 @@ class TransformersLayer(LayerModule):
                 "this model_type; use --method mean."
             )
 
-    def _check_projections(self, x_1TM: Tensor, plain: Call) -> None:
+    def _check_projections(self, x_1TM: Tensor, plain: ObservedCall) -> None:
         """Raise CheckpointError unless the class's heads are linear in its inputs, up to norms that are known."""
         for i, kind in enumerate(KINDS):
             ours = self._projected(x_1TM, i)
             if self._norms is not None and kind != "v":
                 ours = self._norms.apply(kind, ours)
-            if _relative_error(ours.transpose(1, 2), plain[kind]) > _LINEAR_ERROR:
+            if _relative_error(ours.transpose(1, 2), _heads(plain, kind)) > _LINEAR_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
                     "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
                 )
 
-    def _check_rotation(self, rotated: Call, plain: Call) -> None:
+    def _check_rotation(self, rotated: ObservedCall, plain: ObservedCall) -> None:
         """Raise CheckpointError unless the class rotates queries and keys as `rotation` says."""
         for kind in KINDS[:2]:
             ours, expected = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
@@ -261,11 +261,11 @@ class TransformersLayer(LayerModule):
                     "knows of this model_type; use --method mean."
                 )
 
-    def _mixed(self, call: Call, at: slice) -> Tensor:
+    def _mixed(self, call: ObservedCall, at: slice) -> Tensor:
         """Return the values mixed by the attention that was observed, for some positions, [1, S, C]."""
-        k_1HTD, v_1HTD = (x.repeat_interleave(self.n_heads // x.shape[1], dim=1) for x in (call["k"], call["v"]))
-        weights_1HST = call["softmax"](call["q"][:, :, at] @ k_1HTD.mT, call["mask"][:1, :, at])
-        return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
+        k_1HTD, v_1HTD = (x.repeat_interleave(self.n_heads // x.shape[1], dim=1) for x in (call.k, call.v))
+        weights_1HST = call.softmax(call.q[:, :, at] @ k_1HTD.mT, call.mask[:1, :, at])
+        return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)
 
     def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
         """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""
@@ -276,6 +276,10 @@ class TransformersLayer(LayerModule):
         if module.bias is not None:
             heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows).to(self.device)]
         return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
+
+
+def _heads(call: ObservedCall, kind: Kind) -> Tensor:
+    return {"q": call.q, "k": call.k, "v": call.v}[kind]
 
 
 def _relative_error(ours: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ The letters are those of `layer_module`.
 """
 
 import functools
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from convert.calibration.layer_module import ModelLayers
-from convert.calibration.transformers_layer import Call, StopForwardError, TransformersLayer, recording
+from convert.calibration.transformers_layer import Arguments, StopForwardError, TransformersLayer, recording
+from convert.calibration_text.read import LONGEST_WINDOW
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
@@ -34,7 +36,7 @@ class TransformersLayers(ModelLayers):
         match = find_family(checkpoint.config)
         family, self._config = match.family, match.config
         check_class_settings(match.config, family, head=False)
-        self._model: Any = build_empty_model(family.model_type, match.config, str(checkpoint.path))
+        self._model: Any = build_empty_model(family.model_type, _for_short_texts(match.config), str(checkpoint.path))
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
         _move_buffers(self._decoder, self.device)
@@ -43,7 +45,7 @@ class TransformersLayers(ModelLayers):
         """The beginning of the decoder's tensor names in the checkpoint."""
         self._model_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
         """The beginning of the decoder's parameter names in the model."""
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[Arguments]] = {}
         self.n_layers = self._geometry.n_layers
         self._embedding = self._decoder.get_input_embeddings()
         self._embedding.padding_idx = None  # it would not be a row of the smaller embeddings of `_record`
@@ -116,23 +118,34 @@ class TransformersLayers(ModelLayers):
     def _refusing(self) -> AbstractContextManager[None]:
         return refusing(f"transformers cannot run the model of {self.checkpoint.path}", running=True)
 
-    def _arguments(self, n_rows: int) -> list[Call]:
+    def _arguments(self, n_rows: int) -> list[Arguments]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""
         if n_rows not in self._calls:
             self._calls[n_rows] = self._record(torch.zeros(n_rows, self._length, dtype=torch.long, device="cpu"))[1]
         return self._calls[n_rows]
 
-    def _record(self, ids_BT: Tensor) -> tuple[Tensor, list[Call]]:
+    def _record(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
         """Return the input states of the first layer and the arguments of each layer, for a batch of token ids."""
         ids_V, rows_BT = torch.unique(ids_BT, return_inverse=True)
         rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
         weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32)).to(self.device)
         self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
-        received: list[tuple[Tensor, Call]] = []
+        received: list[tuple[Tensor, Arguments]] = []
         watched = recording(list(self._layers), received)
         with self._refusing(), watched, torch.no_grad(), suppress(StopForwardError):
             self._decoder(rows_BT.to(self.device), use_cache=False)
         return received[0][0], [call for _, call in received]
+
+
+def _for_short_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config whose class makes no tables for texts longer than a window.
+
+    MPT's makes the bias of ALiBi for `max_seq_len` positions, and uses the last of them.
+    """
+    longest = config.get("max_seq_len")
+    if config["model_type"] != "mpt" or not isinstance(longest, int):
+        return config
+    return {**config, "max_seq_len": min(longest, LONGEST_WINDOW)}
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -5,9 +5,11 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 """
 
 import lzma
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
+from model.common.files import copy_file, write_file
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
-from model.common.tokenizer import has_tokenizer
+from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES, WHOLE, has_tokenizer, open_tokenizer
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.sources import TextFiles, find_files
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
+_TIKTOKEN_LINE = 1000
+"""More bytes than the first line of a file of tiktoken has."""
 _PIECE = 1 << 16
 """Characters that are tokenised at a time."""
 _READ_BYTES = 1 << 26
@@ -76,7 +81,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     A text is `shipped`, or what `model.texts.sources` finds. The windows of `self` stay open, for the model to write
     later (`with_generated`).
 
-    Raises UnsupportedMethodError if the checkpoint has no tokenizer.json, CheckpointError if the text is too short.
+    Raises UnsupportedMethodError if no tokenizer of the checkpoint can be opened, CheckpointError if the text is too
+    short.
     """
     window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
     n_windows = n_tokens // window
@@ -91,7 +97,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
         raise CheckpointError(
             f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
         )
-    # Every fourth window is held out (`layer_stream.is_held_out`), so the order's period must not divide four.
+    # Every fourth window is for validation (`layer_stream`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer = _open_tokenizer(checkpoint)
     bos_ids = _bos_ids(tokenizer, checkpoint)
@@ -133,25 +139,68 @@ def _read_windows(
 
 
 def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
-    content = checkpoint.side_files.get("tokenizer.json")
-    if content is None:
-        name, commit = origin_of(checkpoint.path)
-        advice = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-        if commit is not None and not has_tokenizer(checkpoint.side_files):
-            advice = f"fetch all files of the model: hf download {name}"
-        raise UnsupportedMethodError(f"{checkpoint.path} has no tokenizer.json, which calibrating needs; {advice}.")
+    content = checkpoint.side_files.get(WHOLE)
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
-    text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
-    try:
-        tokenizer = Tokenizer.from_str(text.decode())
-    except Exception as error:  # the library raises no narrower class
-        raise CheckpointError(f"{checkpoint.path}/tokenizer.json is damaged ({error}).") from error
+    if content is None:
+        tokenizer = _without_tokenizer_json(checkpoint)
+    else:
+        text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
+        try:
+            tokenizer = Tokenizer.from_str(text.decode())
+        except Exception as error:  # the library raises no narrower class
+            raise CheckpointError(f"{checkpoint.path}/{WHOLE} is damaged ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
+    """Return the tokenizer that transformers makes of other files, such as the tokenizer.model of a Vicuna."""
+    advice = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+    refusal = f"{checkpoint.path} has no {WHOLE}, which calibrating needs"
+    if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
+        name, commit = origin_of(checkpoint.path)
+        if commit is not None and not has_tokenizer(checkpoint.side_files):
+            advice = f"fetch all files of the model: hf download {name}"
+        raise UnsupportedMethodError(f"{refusal}; {advice}.")
+    if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
+        raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tokenizer(checkpoint, folder)
+        try:
+            backend: Tokenizer | None = getattr(open_tokenizer(folder), "backend_tokenizer", None)
+        except CheckpointError as error:
+            reason = str(error).replace(name, str(checkpoint.path)).rstrip(".")
+            raise UnsupportedMethodError(f"{refusal}: {reason}; or {advice}.") from error
+    if backend is None:
+        raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
+    return backend
+
+
+def _is_tiktoken(content: Path | bytes | None) -> bool:
+    """Return whether a tokenizer.model begins with a token in base64 and its number, as tiktoken's files do."""
+    if content is None:
+        return False
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            content = file.read(_TIKTOKEN_LINE)
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
+
+
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy the files of a checkpoint's tokenizer into a folder.
+
+    Without tokenizer.json, the config says which class of transformers makes the tokenizer of the others.
+    """
+    if WHOLE not in checkpoint.side_files:
+        write_file(folder / "config.json", checkpoint.config_text)
+    for name, content in checkpoint.side_files.items():
+        if name in VOCABULARIES or name.startswith(TOKENIZER_FILES):
+            copy_file(content, folder / name)
 
 
 def _bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
@@ -166,7 +215,7 @@ def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: 
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     except Exception as error:  # the library raises no narrower class
         raise UnsupportedMethodError(
-            f"{checkpoint.path}/tokenizer.json cannot read the calibration text ({error})."
+            f"the tokenizer of {checkpoint.path} cannot read the calibration text ({error})."
         ) from error
     return ids
 

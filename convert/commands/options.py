@@ -55,10 +55,11 @@ def merge_options(command: Command) -> Command:
                      "--refine]"),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
-                     "held-out text.  [default: only without --method]"),
+                     "the validation windows (every fourth).  [default: only without --method]"),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
                      help="Then train each merged layer's attention on this many tokens of the calibration text, to "
-                     "reproduce the original layer's output. Keep the weights with the least error on held-out text.  "
+                     "reproduce the original layer's output. Keep the weights with the least error on "
+                     "the validation windows (every fourth).  "
                      "[default: as many as --calibration-tokens without --method, else 0]"),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit. shipped: a mixture that comes with "
@@ -87,14 +88,16 @@ def latent_options(command: Command) -> Command:
                      "float16 too, but only where the engine reads biases."),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),
                      help="Frequencies of the rotated key. stock: powers of a base, as in DeepSeek's own models. "
-                     "longrope: those that the heads use most, each as often as needed. It loses much less, but not "
-                     "every engine computes it; transformers does.  [default: longrope; stock where it loses "
+                     "longrope: those that the heads use most, each as often as needed. It loses much less, but "
+                     "llama.cpp computes it wrongly, without a message, and SGLang and vLLM's own code do not compute "
+                     "it; transformers 5 does.  [default: longrope; stock where it loses "
                      "nothing]"),
         # Published methods beside `fit`, for the study (docs/latent.md).
         click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
         click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
                      help="Train each layer's attention on this many tokens of the calibration text, to reproduce "
-                     "the original layer's output. Keep the weights with the least error on held-out text.  "
+                     "the original layer's output. Keep the weights with the least error on "
+                     "the validation windows (every fourth).  "
                      "[default: as many as --calibration-tokens]"),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, as for mha-to-gqa. none: convert by the weights alone.  "

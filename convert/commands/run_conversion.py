@@ -21,6 +21,7 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import console
 from model.common.errors import CheckpointError
+from model.common.files import lies_in
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
@@ -60,7 +61,7 @@ def _convert(
         staging = conversion.staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         if output.dry_run:
-            conversion.check_space(plan, checkpoint, staging)
+            conversion.check_disk_space(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         about = {"source": str(source), "out": str(out)}
         left_out = {"left_out": checkpoint.skipped_files, **estimate}
@@ -79,7 +80,7 @@ def _convert(
 def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
     """Raise CheckpointError if OUT holds the calibration text, which replacing it would delete."""
     for part in user_texts(calibration or NONE):
-        if Path(part).exists() and Path(part).resolve().is_relative_to(out.resolve()):
+        if Path(part).exists() and lies_in(Path(part), out):
             raise CheckpointError(f"OUT ({out}) holds the calibration text {part}, which replacing it would delete.")
 
 

@@ -32,9 +32,7 @@ def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     from model.checkpoint import open_checkpoint
 
     with open_checkpoint(source) as checkpoint:
-        total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        with console.progress_bar("Verifying", total, quiet=as_json) as progress:
-            findings = verify(checkpoint, out, progress, WORKERS, as_json, device)
+        findings = verify(checkpoint, out, WORKERS, as_json, device)
     if as_json:
         console.print_json({"ok": findings.ok, **vars(findings)})
     else:

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.calibrate_layers import JUDGED_TOKENS
+from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.layer_module import Weights
-from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
+from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import faster_products
+from model.decoder.devices import fast_float32_matmul
 
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
@@ -57,7 +57,7 @@ def calibration_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     """Return an estimate in seconds, correct within a factor of two. Measuring takes about a second."""
     if plan.recipe.text is None or not plan.layers:
         return 0.0
-    with torch.inference_mode(), faster_products(plan.recipe.device):
+    with torch.inference_mode(), fast_float32_matmul(plan.recipe.device):
         measured = _measure(checkpoint, plan)
         writing = writing_seconds(plan, measured.run)
     return len(plan.layers) * _layer_seconds(plan, measured) + writing
@@ -66,12 +66,12 @@ def calibration_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
 def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     recipe, text = plan.recipe, plan.recipe.text
     assert text is not None
-    held_out = text.n_windows / HELD_OUT_EVERY
+    validation = text.n_windows / VALIDATION_EVERY
     outputs = float(text.n_windows if recipe.refit else 0)
     if find_alternatives(recipe.method):
-        outputs += _N_ALTERNATIVES * min(held_out, JUDGED_TOKENS / text.window)
+        outputs += _N_ALTERNATIVES * min(validation, MAX_COMPARISON_TOKENS / text.window)
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * held_out + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window
+        outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
     solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving

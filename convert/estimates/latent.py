@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.calibrate_layers import JUDGED_TOKENS
+from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_stream import HELD_OUT_EVERY, CalibrationWindows, Layer, open_layers
+from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.matrices import LatentMatrices
 from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import faster_products
+from model.decoder.devices import fast_float32_matmul
 
 _DECOMPOSITIONS = 40
 """FLOPs of a closed form, in cubes of the hidden size: measured 30 to 60 for 256 to 2048, with several weights."""
@@ -46,13 +46,13 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     text, recipe = plan.recipe.text, plan.recipe
     if text is None:
         return 0.0
-    with torch.inference_mode(), faster_products(recipe.device):
+    with torch.inference_mode(), fast_float32_matmul(recipe.device):
         layer = _measure(checkpoint, plan)
         writing = writing_seconds(plan, text.window * layer.run)
-    held_out = text.n_tokens / HELD_OUT_EVERY
-    outputs = 2 * len(KEY_WEIGHTS) * min(held_out, JUDGED_TOKENS) + text.n_tokens
+    validation = text.n_tokens / VALIDATION_EVERY
+    outputs = 2 * len(KEY_WEIGHTS) * min(validation, MAX_COMPARISON_TOKENS) + text.n_tokens
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * held_out + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
+        outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
     tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
@@ -79,7 +79,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         module.run(layer.on_device(layer.states_NTM[batch]), sums.add)
         return sums
 
-    pairs = [(0, run().pairs[0])]
+    drawn_keys = [(0, run().drawn_keys[0])]
     before = conversion.read(checkpoint)
     heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
     latent = LatentMatrices(
@@ -99,6 +99,6 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         load,
         fastest(run) / n_tokens,
         fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
-        fastest(lambda: solve_queries(layer, before, latent, sizes, both, pairs)),
+        fastest(lambda: solve_queries(layer, before, latent, sizes, both, drawn_keys)),
         _DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
     )

@@ -18,7 +18,7 @@ from convert.merging.moments import (
     Maps,
     Moments,
     energies,
-    key_planes,
+    key_pair_moments,
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
@@ -54,7 +54,7 @@ class LayerHeads:
     raw: KeysValues
     """Mean cosine of two heads before alignment."""
     keys_KK: Real
-    """Cosines of K heads after the best rotations of their rotary planes."""
+    """Cosines of K heads after the best rotations of their RoPE pairs."""
     values_KK: Real
     """Cosines of V heads after the best rotation."""
     lost: dict[str, dict[int, KeysValues]]
@@ -138,26 +138,29 @@ def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int
     whole = moments_from_weights(attention)
     return LayerHeads(
         int(number[1]),
-        KeysValues(_raw_cosine(attention.k_KDX), _raw_cosine(attention.v_KDX)),
+        KeysValues(
+            _raw_cosine(attention.k_KDX, merge.source[1].tensors[0]),
+            _raw_cosine(attention.v_KDX, merge.source[2].tensors[0]),
+        ),
         *_similarities(whole),
         {method: {n: _loss(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
     )
 
 
-def _raw_cosine(heads_KDX: Real) -> float:
-    return float(compare_heads(heads_KDX.reshape(len(heads_KDX), -1), [])[1])
+def _raw_cosine(heads_KDX: Real, name: str) -> float:
+    return float(compare_heads(heads_KDX.reshape(len(heads_KDX), -1), name)[1])
 
 
 def _similarities(whole: Moments) -> tuple[Real, Real]:
     """Return the cosines of each pair of key heads and of value heads after alignment, [K, K] each.
 
-    Keys are aligned by a rotation of each plane, values by one rotation (Jin et al., arXiv:2412.20677, section 3).
+    Keys are aligned by a rotation of each RoPE pair, values by one rotation (Jin et al., arXiv:2412.20677, section 3).
     """
     n, size = whole.n_keys, whole.head_dim
-    planes_PKK = key_planes(whole)
+    pairs_PKK = key_pair_moments(whole)
     keys_KDKD = whole.keys_FF.reshape(n, size, n, size)
     unrotated = slice(2 * whole.n_rotary_pairs, size)
-    keys_KK = np.abs(planes_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, unrotated, :, unrotated])
+    keys_KK = np.abs(pairs_PKK).sum(axis=0) + _nuclear(keys_KDKD[:, unrotated, :, unrotated])
     values_KK = _nuclear(whole.values_FF.reshape(n, size, n, size))
     return _cosines(keys_KK), _cosines(values_KK)
 

@@ -1,7 +1,7 @@
 """Convert layers as published methods do, for comparison with ours.
 
-- `transmla` (Meng et al. 2025, TransMLA, section 4): RoRoPE, FreqFold and balanced PCA. In each fold of planes, the
-  shared rotated key is the first principal component over heads and planes by a real rotation, alike for real and
+- `transmla` (Meng et al. 2025, TransMLA, section 4): RoRoPE, FreqFold and balanced PCA. In each fold of RoPE pairs, the
+  shared rotated key is the first principal component over heads and pairs by a real rotation, alike for real and
   imaginary parts. The rest of the keys loses its rotation. The latent is the PCA of the activations of this rest and of
   the values, balanced by their mean lengths. Queries only undo the maps of keys.
 - `care` (2026, arXiv 2603.17946): the same rotated key. The latent is the SVD of the weights of both, whitened by the
@@ -9,7 +9,7 @@
 - `svd`: the shared rotated key is the mean over K/V heads (X-EcoMLA, Li et al. 2025), the latent the SVD of the weights
   (MHA2MLA, Ji et al. 2025), without any text.
 
-Letters: H query heads, K key/value heads, D head_dim, P planes (D/2), F numbers of a fold (its planes, of all K/V
+Letters: H query heads, K key/value heads, D head_dim, P pairs (D/2), F numbers of a fold (its pairs, of all K/V
 heads), R rotated dimensions, L latent, X inputs, W rows of keys and values of all heads.
 """
 
@@ -39,17 +39,17 @@ def solve_as(
     query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
     for fold in folds(positions, half):
-        planes, channel = list(fold.planes), fold.channels[0]
-        keys_FX = k_KPX[:, planes].reshape(-1, sizes.hidden_size)
+        pairs, channel = list(fold.pairs), fold.channels[0]
+        keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
         if method == "svd":
             weights_F = np.full(len(keys_FX), len(keys_FX) ** -0.5)
         else:
             power_FF = (keys_FX @ moments.tokens_XX @ keys_FX.conj().T).real
             weights_F = np.linalg.eigh(power_FF)[1][:, -1]
         key_CX[channel] = weights_F @ keys_FX
-        rest_KPX[:, planes] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(planes), -1)
-        weights_KP = weights_F.reshape(n_kv_heads, len(planes))
-        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(queries_per_key, axis=0), q_HPX[:, planes])
+        rest_KPX[:, pairs] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(pairs), -1)
+        weights_KP = weights_F.reshape(n_kv_heads, len(pairs))
+        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(queries_per_key, axis=0), q_HPX[:, pairs])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
     return join_parts(before, query_HCX, key_CX, latent, sizes, rope)

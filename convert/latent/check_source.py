@@ -36,7 +36,8 @@ def check_latent_source(checkpoint: Checkpoint) -> LlamaConfig:
     for architecture in architectures if isinstance(architectures, list) else [architectures]:
         if not str(architecture).endswith("ForCausalLM"):
             raise CheckpointError(
-                f"config.json has the architecture {checks.show(architecture)}; only causal language models can be "
+                f"config.json has the architecture {checks.short_repr(architecture)}; only causal language models can "
+                "be "
                 "converted to latent attention."
             )
     config = read_llama_config(checkpoint.config)

@@ -1,11 +1,11 @@
 """Solve for the latent attention of a layer in closed form, from second moments of its inputs.
 
-Keys are rotated plane by plane, so a plane of all K/V heads is a vector of complex numbers, and every complex linear
+Keys are rotated by RoPE pair, so a RoPE pair of all K/V heads is a vector of complex numbers, and every complex linear
 map of it commutes with the rotation. The shared rotated key holds the principal components of these vectors, weighted
-by the queries that read them. What it leaves out of slow planes, and all values, go into the latent: the principal
+by the queries that read them. What it leaves out of slow pairs, and all values, go into the latent: the principal
 components of the inputs, weighted by what queries and output projections make of them.
 
-Letters: H query heads, K key/value heads, D head_dim, P planes (D/2), F complex numbers of a fold (its planes, of all
+Letters: H query heads, K key/value heads, D head_dim, P pairs (D/2), F complex numbers of a fold (its pairs, of all
 K/V heads), C channels of a fold, L latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
 """
 
@@ -55,7 +55,7 @@ def moments_from_norm(norm_X: Real) -> InputMoments:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Queries and keys with a plane as a complex number, and their products with the moments of what they are made of.
+    """Queries and keys with a pair as a complex number, and their products with the moments of what they are made of.
 
     A product with a moment of all inputs is the largest part of the work, so it is computed once, of real numbers.
     """
@@ -130,20 +130,20 @@ def join_parts(
     )
 
 
-def plane_powers(before: LayerAttention, moments: InputMoments) -> Real:
-    """Return the power of the logits from each plane's principal components, [P, K], the largest first."""
+def pair_powers(before: LayerAttention, moments: InputMoments) -> Real:
+    """Return the power of the logits from each pair's principal components, [P, K], the largest first."""
     heads = _Heads.of(before, moments)
-    return np.array([_components((plane,), heads)[0] for plane in range(before.q_HDX.shape[1] // 2)])
+    return np.array([_components((pair,), heads)[0] for pair in range(before.q_HDX.shape[1] // 2)])
 
 
-def _components(planes: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, Complex, Complex]:
-    """Return the principal components of some planes of the keys, weighted by the queries.
+def _components(pairs: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, Complex, Complex]:
+    """Return the principal components of some pairs of the keys, weighted by the queries.
 
-    The error of a logit is the real part of q* e, for the error e of the planes' keys, so its power is e* W e with W =
+    The error of a logit is the real part of q* e, for the error e of the pairs' keys, so its power is e* W e with W =
     E[q q*]. The components that lose least of it are those of W^½ k. Returns their powers and vectors, the largest
     first, W^½ and its inverse.
     """
-    chosen = list(planes)
+    chosen = list(pairs)
     keys_FX, k_moment_FX = (
         of_keys[:, chosen].reshape(-1, of_keys.shape[2]) for of_keys in (heads.k_KPX, heads.k_moment_KPX)
     )
@@ -151,7 +151,7 @@ def _components(planes: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, 
     powers_HPP = heads.q_moment_HPX[:, chosen] @ q_HPX.conj().swapaxes(1, 2)
     power_FF = np.zeros((len(keys_FX), len(keys_FX)), dtype=np.complex128)
     for head, powers_GPP in enumerate(np.split(powers_HPP, len(heads.k_KPX))):
-        own = slice(head * len(planes), (head + 1) * len(planes))
+        own = slice(head * len(pairs), (head + 1) * len(pairs))
         power_FF[own, own] = powers_GPP.sum(axis=0)
     root_FF, inverse_FF = _roots(power_FF)
     values_F, vectors_FF = _largest(root_FF @ (k_moment_FX @ keys_FX.conj().T) @ root_FF)
@@ -159,10 +159,10 @@ def _components(planes: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, 
 
 
 def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_KPX: Complex) -> None:
-    """Fill the channels of a fold with the principal components of its planes; subtract them from `rest_KPX`."""
-    planes, n_kv_heads = list(fold.planes), len(heads.k_KPX)
-    keys_FX = heads.k_KPX[:, planes].reshape(-1, heads.k_KPX.shape[2])
-    _, vectors_FF, root_FF, inverse_FF = _components(fold.planes, heads)
+    """Fill the channels of a fold with the principal components of its pairs; subtract them from `rest_KPX`."""
+    pairs, n_kv_heads = list(fold.pairs), len(heads.k_KPX)
+    keys_FX = heads.k_KPX[:, pairs].reshape(-1, heads.k_KPX.shape[2])
+    _, vectors_FF, root_FF, inverse_FF = _components(fold.pairs, heads)
     largest_FC = vectors_FF[:, : len(fold.channels)]
     shared_CX = largest_FC.conj().T @ root_FF @ keys_FX
     decoded_FC = inverse_FF @ largest_FC
@@ -171,9 +171,9 @@ def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_
     scales_C = np.where(lengths_C > _NEGLIGIBLE * lengths_C.max(initial=0.0), lengths_C / (usual or 1.0), 1.0)
     channels = list(fold.channels)[: len(shared_CX)]
     key_CX[channels] = shared_CX / scales_C[:, None]
-    rest_KPX[:, planes] = (keys_FX - decoded_FC @ shared_CX).reshape(n_kv_heads, len(planes), -1)
-    decoded_KPC = decoded_FC.reshape(n_kv_heads, len(planes), -1)
-    for head, q_PX in enumerate(heads.q_HPX[:, planes]):
+    rest_KPX[:, pairs] = (keys_FX - decoded_FC @ shared_CX).reshape(n_kv_heads, len(pairs), -1)
+    decoded_KPC = decoded_FC.reshape(n_kv_heads, len(pairs), -1)
+    for head, q_PX in enumerate(heads.q_HPX[:, pairs]):
         decode_PC = decoded_KPC[head * n_kv_heads // len(heads.q_HPX)] * scales_C
         query_HCX[head, channels] = decode_PC.conj().T @ q_PX
 

@@ -55,7 +55,7 @@ def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
 
 
 def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
-    """Return channels spread evenly over all planes, whatever the model."""
+    """Return channels spread evenly over all pairs, whatever the model."""
     if frequencies == "longrope":
         return evenly(rope.n_rotary_pairs, sizes.rope // 2)
     return stock_positions(rope.n_rotary_pairs / (sizes.rope // 2), sizes.rope // 2)
@@ -75,7 +75,7 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
         check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str, "method": str})
         positions = latent.get("positions")
         n_channels = latent["rope"] // 2
-        if not isinstance(positions, list) or not n_channels == len(positions) >= 1:
+        if not isinstance(positions, list) or n_channels < 1 or len(positions) != n_channels:
             raise InputError("latent.positions does not fit latent.rope")
         if not all(is_finite(position) and 0 <= position < 1 << 16 for position in positions):
             raise InputError("latent.positions holds another value than a number of at least 0")

@@ -1,8 +1,8 @@
 """Choose the frequencies of the shared rotated key, and write them to `config.json`.
 
-A *plane* is a pair of dimensions of the source's heads; plane p rotates with frequency f_p. A *channel* is a pair of
-dimensions of the shared key. The position of a channel is its frequency in units of planes: 1.5 is the geometric mean
-of planes 1 and 2.
+A *pair* is two dimensions of the source's heads; pair p rotates with frequency f_p. A *channel* is two
+dimensions of the shared key. The position of a channel is its frequency in units of pairs: 1.5 is the geometric mean
+of pairs 1 and 2.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SHARES = (0.5, 0.625, 0.75, 1.0)
-"""Shares of all planes, from the fastest on, over which equally spaced channels are tried."""
+"""Shares of all pairs, from the fastest on, over which equally spaced channels are tried."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SourceRope:
     """The rotary embedding of the source."""
 
     frequencies: tuple[float, ...]
-    """Of each plane, in radians per token."""
+    """Of each pair, in radians per token."""
     scale: float
     """The factor on cosines and sines (YaRN); logits have it twice."""
     theta: float
@@ -37,9 +37,9 @@ class SourceRope:
 
 @dataclass(frozen=True)
 class Fold:
-    """Planes of the source's keys that share channels."""
+    """RoPE pairs of the source's keys that share channels."""
 
-    planes: tuple[int, ...]
+    pairs: tuple[int, ...]
     channels: tuple[int, ...]
 
 
@@ -49,15 +49,15 @@ def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
 
 
 def spacings(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
-    """Return the spacings to try, from the faster half of all planes to all of them.
+    """Return the spacings to try, from the faster half of all pairs to all of them.
 
-    Slow planes hardly rotate within the attended distance, so the latent can hold them.
+    Slow pairs hardly rotate within the attended distance, so the latent can hold them.
     """
     return tuple(share * n_rotary_pairs / n_channels for share in _SHARES)
 
 
 def evenly(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
-    """Return channels at planes alone, spread evenly: with twice as many channels as planes, each plane twice."""
+    """Return channels at pairs alone, spread evenly: with twice as many channels as pairs, each pair twice."""
     return tuple(float(channel * n_rotary_pairs // n_channels) for channel in range(n_channels))
 
 
@@ -69,33 +69,33 @@ def spacing_of(positions: tuple[float, ...]) -> float | None:
 
 
 def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
-    """Return which planes share which channels. Planes beyond the reach of any channel belong to none.
+    """Return which pairs share which channels. Pairs beyond the reach of any channel belong to none.
 
-    With channels at distance c, a plane goes to the nearest channel within c / 2. Otherwise it goes to channels of its
-    own frequency only. A channel without a plane joins the nearest one.
+    With channels at distance c, a pair goes to the nearest channel within c / 2. Otherwise it goes to channels of its
+    own frequency only. A channel without a pair joins the nearest one.
     """
     reach = (spacing_of(positions) or 0.0) / 2
     values = sorted(set(positions))
-    plane_of: dict[float, set[int]] = defaultdict(set)
-    for plane in range(n_rotary_pairs):
-        nearest = min(values, key=lambda value: abs(value - plane))
-        if abs(nearest - plane) <= reach:
-            plane_of[nearest].add(plane)
+    pair_of: dict[float, set[int]] = defaultdict(set)
+    for pair in range(n_rotary_pairs):
+        nearest = min(values, key=lambda value: abs(value - pair))
+        if abs(nearest - pair) <= reach:
+            pair_of[nearest].add(pair)
     joined: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    owner = {plane: tuple(sorted(planes)) for planes in plane_of.values() for plane in planes}
+    owner = {pair: tuple(sorted(pairs)) for pairs in pair_of.values() for pair in pairs}
     for channel, value in enumerate(positions):
-        planes = plane_of.get(value)
-        nearest_plane = min(range(n_rotary_pairs), key=lambda plane: abs(value - plane))
-        joined[tuple(sorted(planes)) if planes else owner.get(nearest_plane, (nearest_plane,))].append(channel)
-    return [Fold(planes, tuple(channels)) for planes, channels in sorted(joined.items())]
+        pairs = pair_of.get(value)
+        nearest_pair = min(range(n_rotary_pairs), key=lambda pair: abs(value - pair))
+        joined[tuple(sorted(pairs)) if pairs else owner.get(nearest_pair, (nearest_pair,))].append(channel)
+    return [Fold(pairs, tuple(channels)) for pairs, channels in sorted(joined.items())]
 
 
 def frequencies_at(rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the frequencies of channels, interpolated between planes on a logarithmic scale."""
+    """Return the frequencies of channels, interpolated between pairs on a logarithmic scale."""
     if rope.is_plain:
         return np.asarray(rope.theta ** (-np.asarray(positions) / rope.n_rotary_pairs))
-    planes = np.arange(rope.n_rotary_pairs)
-    return np.asarray(np.exp(np.interp(positions, planes, np.log(np.maximum(rope.frequencies, 1e-30)))))
+    pairs = np.arange(rope.n_rotary_pairs)
+    return np.asarray(np.exp(np.interp(positions, pairs, np.log(np.maximum(rope.frequencies, 1e-30)))))
 
 
 def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
 
 
 def coherence(frequencies: tuple[float, ...], context: int) -> NDArray[np.complex128]:
-    """Return for each plane the mean of exp(-i f Δ) over distances Δ, weighted by 1 / (Δ + 1).
+    """Return for each pair the mean of exp(-i f Δ) over distances Δ, weighted by 1 / (Δ + 1).
 
-    An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for planes that hardly
+    An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for pairs that hardly
     rotate within the attended distance, and near 0 for the others.
     """
     distances = np.arange(min(context, 1024))

@@ -38,7 +38,7 @@ class LatentSizes:
     @property
     def nope(self) -> int:
         """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
-        return self.head_dim + _NOPE_PADDING * (self.rope == self.head_dim)
+        return self.head_dim + (_NOPE_PADDING if self.rope == self.head_dim else 0)
 
     @property
     def query(self) -> int:
@@ -48,7 +48,7 @@ class LatentSizes:
     @property
     def usable(self) -> int:
         """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
-        return self.latent - (self.norm == "bias")
+        return self.latent - (1 if self.norm == "bias" else 0)
 
     @property
     def cached(self) -> int:
@@ -89,7 +89,7 @@ def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKin
     least = 2 if norm == "bias" else 1
     if latent < least:
         raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
-    most = min(2 * keys, geometry.hidden_size) + (norm == "bias")
+    most = min(2 * keys, geometry.hidden_size) + (1 if norm == "bias" else 0)
     if latent > most:
         raise CheckpointError(
             f"--latent {latent} is more than keys and values of {geometry.n_kv_heads} K/V heads of "

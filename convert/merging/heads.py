@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from convert.merging.methods import find_method
 from convert.merging.recipe import Recipe
 from model.attention_layout import Heads
-from model.checkpoint import Array, Checkpoint, Tensor
+from model.checkpoint import Array, Checkpoint, TensorInfo
 from model.common.errors import CheckpointError
 
 _BLOCK = 1 << 17  # elements measured at a time
@@ -46,7 +46,7 @@ class HeadMerge:
         """A unique name of the merge. The tensor's name is not enough where K and V heads share a tensor."""
         return f"{self.tensor} {self.kind}" if self.source.first_row else self.tensor
 
-    def group_nbytes(self, tensor: Tensor) -> int:
+    def group_nbytes(self, tensor: TensorInfo) -> int:
         """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
         return self.group_size * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
@@ -78,7 +78,8 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
         places = merge.places(head)
         rows = _read_group(checkpoint, places, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
-        norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), places)
+        name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
+        norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), name)
         merged_DM = merge_heads(heads_HDM, rng)
         ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
         merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
@@ -93,14 +94,13 @@ def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: i
     return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in places])
 
 
-def compare_heads(heads_HF: Array, places: list[tuple[str, int]]) -> tuple[NDArray[np.float64], float]:
-    """Return the norm of each head, [H], and their mean pairwise cosine. `places` only names the tensors in errors.
+def compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:
+    """Return the norm of each head, [H], and their mean pairwise cosine. `name` is their tensor's, for the error.
 
     Raises CheckpointError if a head holds NaN or infinity.
     """
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():
-        name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
         raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
     n = len(heads_HF)
     if n == 1:

@@ -259,7 +259,8 @@ def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows:
 
 def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --method mean") -> Array:
     """Round a computed tensor. Raises CheckpointError, with an advice, if it is too large for the dtype."""
-    result = round_once(np.ascontiguousarray(values), dtype)
+    with np.errstate(over="ignore"):  # the check below refuses what overflows
+        result = round_once(np.ascontiguousarray(values), dtype)
     if not np.isfinite(result.astype(np.float64)).all():
         raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; {advice}.")
     return result
@@ -270,7 +271,7 @@ def _reports(name: str, before_KDX: Real, after_GDX: Real) -> list[GroupReport]:
     reports = []
     for group, merged in enumerate(after_GDX):
         heads = before_KDX[group * size : (group + 1) * size].reshape(size, -1)
-        norms, mean_cosine = compare_heads(heads, [(name, 0)])
+        norms, mean_cosine = compare_heads(heads, name)
         ratio = float(np.linalg.norm(merged) / norms.mean()) if norms.any() else 1.0
         reports.append(GroupReport(ratio, mean_cosine))
     return reports

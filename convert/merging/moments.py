@@ -4,8 +4,8 @@ A method does not read weights. Its input is the second moments of a group's hea
 and `apply` multiplies the weights by these maps. So the same two numbers measure all methods: `relative_logit_error`
 and `relative_output_error`.
 
-H query heads and K key/value heads of the group, D head_dim, F = K·D the key or value heads side by side, P rotary
-planes, X inputs. Plane p of a head is its dimensions p and p + P (see `convert.merging.weights`).
+H query heads and K key/value heads of the group, D head_dim, F = K·D the key or value heads side by side, P RoPE
+pairs, X inputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ class Maps:
     """Linear maps from a group's heads to one shared key head and one shared value head."""
 
     keys_DF: Real
-    """From all keys to the shared key. Rotary planes are multiplied by complex numbers (`scaled_planes`)."""
+    """From all keys to the shared key. RoPE pairs are multiplied by complex numbers (`pair_scaling_map`)."""
     queries_HDD: Real
     """From each query head to the query of the shared key."""
     values_DF: Real
@@ -62,7 +62,7 @@ class Maps:
 def moments_from_weights(group: LayerAttention, raw_keys: bool = False) -> Moments:
     """Return the moments implied by the weights, for inputs whose second moments are the identity.
 
-    Distances between queries and keys are uniform. So different planes of a key are uncorrelated, because they rotate
+    Distances between queries and keys are uniform. So different pairs of a key are uncorrelated, because they rotate
     at different frequencies.
 
     `raw_keys`: whether to keep `raw_keys_FF`.
@@ -96,14 +96,14 @@ def split(whole: Moments, n_groups: int) -> list[Moments]:
 
 
 def drop_cross_pair_terms(moments: Moments) -> Moments:
-    """Return the moments without the key moments between different planes, as for uniform distances."""
+    """Return the moments without the key moments between different pairs, as for uniform distances."""
     keys_FF = np.zeros_like(moments.keys_FF)
-    planes_PKK, old_FF = key_planes(moments), moments.keys_FF
+    pairs_PKK, old_FF = key_pair_moments(moments), moments.keys_FF
     n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
     starts_K = np.arange(n) * size
     for p in range(n_rotary_pairs):
         real, imaginary = starts_K + p, starts_K + p + n_rotary_pairs
-        half_KK = planes_PKK[p] / 2
+        half_KK = pairs_PKK[p] / 2
         keys_FF[np.ix_(real, real)] = keys_FF[np.ix_(imaginary, imaginary)] = half_KK.real
         keys_FF[np.ix_(imaginary, real)], keys_FF[np.ix_(real, imaginary)] = half_KK.imag, -half_KK.imag
     unrotated = np.concatenate([start + np.arange(2 * n_rotary_pairs, size) for start in starts_K])
@@ -111,8 +111,8 @@ def drop_cross_pair_terms(moments: Moments) -> Moments:
     return replace(moments, keys_FF=keys_FF)
 
 
-def key_planes(moments: Moments) -> Complex:
-    """Return E[z_a conj(z_b)] for the keys a and b as complex numbers in each plane, [P, K, K]."""
+def key_pair_moments(moments: Moments) -> Complex:
+    """Return E[z_a conj(z_b)] for the keys a and b as complex numbers in each pair, [P, K, K]."""
     n, size, n_rotary_pairs = moments.n_keys, moments.head_dim, moments.n_rotary_pairs
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)
     p = np.arange(n_rotary_pairs)
@@ -122,8 +122,8 @@ def key_planes(moments: Moments) -> Complex:
     return np.asarray(re_PKK + 1j * im_PKK)
 
 
-def scaled_planes(factors_KP: Complex, head_dim: int) -> Real:
-    """Return the map [D, F] that multiplies plane p of key k by a complex factor and sums the keys."""
+def pair_scaling_map(factors_KP: Complex, head_dim: int) -> Real:
+    """Return the map [D, F] that multiplies pair p of key k by a complex factor and sums the keys."""
     n, n_rotary_pairs = factors_KP.shape
     maps_KDD = np.zeros((n, head_dim, head_dim))
     real = np.arange(n_rotary_pairs)
@@ -153,7 +153,7 @@ def keep_logit_variance(moments: Moments, maps: Maps) -> Maps:
         own_DD = moments.keys_FF[moments.key_of(head), moments.key_of(head)]
         before = float(np.einsum("de,de->", queries_DD, own_DD))
         after = float(np.einsum("de,de->", map_DD @ queries_DD @ map_DD.T, shared_DD))
-        scales.append(np.sqrt(before / after) if before > 0 < after else 1.0)
+        scales.append(np.sqrt(before / after) if before > 0 and after > 0 else 1.0)
     return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
 
 

@@ -86,4 +86,4 @@ def _merge_weights(weights_KD: Real, before_KD: Real, after_GD: Real) -> Real:
     # Normalised heads have a mean square of about 1, and less where the epsilon counts. That holds before and after.
     old = (before_KD / np.where(weights_KD == 0, 1, np.square(weights_KD))).mean()
     new = (after_GD / np.square(weights_GD)).mean()
-    return np.asarray(weights_GD * np.sqrt(new / old)) if old > 0 < new else weights_GD
+    return np.asarray(weights_GD * np.sqrt(new / old)) if old > 0 and new > 0 else weights_GD

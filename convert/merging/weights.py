@@ -1,6 +1,6 @@
 """Hold the weights of one layer's attention as heads, in float64.
 
-H query heads, K key/value heads, D head_dim, P rotary planes, X inputs (hidden size, and a constant 1 where there are
+H query heads, K key/value heads, D head_dim, P RoPE pairs, X inputs (hidden size, and a constant 1 where there are
 biases), M outputs.
 """
 
@@ -44,7 +44,7 @@ class NormWeights:
         return len(self.k_KD) == 1
 
     def with_pair_means(self, n_rotary_pairs: int) -> "NormWeights":
-        """Return the norms with weights that are equal for both dimensions of each rotary pair."""
+        """Return the norms with weights that are equal for both dimensions of each RoPE pair."""
         q_HD, k_KD = (pair_means(weights_HD, n_rotary_pairs) for weights_HD in (self.q_HD, self.k_KD))
         return replace(self, q_HD=q_HD, k_KD=k_KD)
 
@@ -122,7 +122,7 @@ def join(groups: list[LayerAttention]) -> LayerAttention:
 
 
 def pair_means(weights_HD: Real, n_rotary_pairs: int) -> Real:
-    """Return weights that are equal for both dimensions of each rotary pair: their means.
+    """Return weights that are equal for both dimensions of each RoPE pair: their means.
 
     A norm after rotation keeps logits a function of distance only with such weights.
     """

@@ -82,7 +82,7 @@ def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:
     """Return the source's own `groupwise.json`; None if the source is not the output of a conversion."""
-    return read_record(checkpoint.home) if (checkpoint.home / CONVERSION_RECORD).exists() else None
+    return read_record(checkpoint.config_folder) if (checkpoint.config_folder / CONVERSION_RECORD).exists() else None
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
     # If source and output do not fit into memory together, written shards would displace what is still to be read.
     keep_cached = total_bytes(checkpoint, plan) <= available_memory()
     jobs = [_ShardJob(checkpoint, plan, staging, shard, layers, keep_cached) for shard in plan.shards]
-    checksums = [partial(_record_checksum, staging, path) for path in checkpoint.weight_files]
-    pool = ThreadPoolExecutor(plan.workers(workers))
     stop = threading.Event()
+    checksums = [partial(_record_checksum, staging, path, stop) for path in checkpoint.weight_files]
+    pool = ThreadPoolExecutor(plan.workers(workers))
 
     def work(task: Task) -> None:
         if not stop.is_set():
@@ -71,7 +71,7 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
             job.close()
 
 
-def _record_checksum(staging: Staging, path: Path) -> int:
+def _record_checksum(staging: Staging, path: Path, stop: threading.Event) -> int:
     """Record the SHA-256 of a source file in the journal, unless it is there. Return the file's bytes.
 
     In the hub's cache it is the file's name, and need not be computed: readers refuse a file of the wrong size, and
@@ -79,7 +79,7 @@ def _record_checksum(staging: Staging, path: Path) -> int:
     """
     key = checksum_key(path)
     if key not in staging.finished:
-        staging.record(key, sha256_in_cache(path) or file_sha256(path))
+        staging.record(key, sha256_in_cache(path) or file_sha256(path, stop))
     return path.stat().st_size
 
 

@@ -13,7 +13,7 @@ from convert.latent.stock_tensors import rounded_weight
 from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
-from model.checkpoint import Checkpoint, Shard, Tensor
+from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import EPSILON, KEY
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -66,7 +66,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
         raise CheckpointError(
             f"{CONVERSION_RECORD} records a channel at position {max(recipe.positions):g}, but the source's heads have "
-            f"{source.rope.n_rotary_pairs} rotary pairs; the record is damaged, or that of another model."
+            f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(EPSILON / source.rms_norm_eps)
     layers = [
@@ -129,7 +129,7 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
     for layer in layers:
         dtype = checkpoint.tensors[layer.source[0]].dtype
         for name, shape in layer.names.shapes(layer.sizes).items():
-            computed[name] = OutputTensor(Tensor(name, dtype, shape), (), (), layer)
+            computed[name] = OutputTensor(TensorInfo(name, dtype, shape), (), (), layer)
     if HEAD not in checkpoint.tensors:
         embedding = checkpoint.tensors[EMBEDDING]
         copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
@@ -228,12 +228,14 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
     if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":
         yield (
             "the rotated key has frequencies of its own (rope_type longrope): transformers 5 computes them, and vLLM "
-            "with --model-impl transformers; vLLM's own code of DeepSeek-V3, SGLang and llama.cpp do not."
+            "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes "
+            "other frequencies without a message."
         )
     if sizes.norm == "bias":
         yield (
             "--latent-norm bias puts the constant of the latent's norm into a bias: transformers reads it, and vLLM "
-            "with --model-impl transformers; vLLM's own code of DeepSeek-V3, SGLang and llama.cpp ignore it."
+            "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang ignore it, and llama.cpp "
+            "refuses it."
         )
     if recipe.text is None and not is_exact(sizes, recipe.frequencies):
         yield "the heads are converted by the weights alone, without any text, which costs much quality."

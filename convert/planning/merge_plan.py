@@ -110,7 +110,7 @@ def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) ->
         _check_repeats(geometry, n_kv_heads)
     elif n_kv_heads not in geometry.legal_n_kv_heads:
         legal = ", ".join(map(str, geometry.legal_n_kv_heads))
-        if n % max(n_kv_heads, 1) == 0 < n_kv_heads:
+        if n_kv_heads > 0 and n % n_kv_heads == 0:
             reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
         else:
             reason = f"the model has {n} K/V heads, and groups (the K/V heads to keep) must divide them"

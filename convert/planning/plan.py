@@ -12,7 +12,7 @@ from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
 from convert.planning.remote_code import Code
 from convert.planning.tensors import OutputTensor, Reported
-from model.checkpoint import Checkpoint, Shard, Tensor
+from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import divide, header_bytes, name_shards
 from model.geometry import Geometry
 
@@ -33,11 +33,12 @@ class Plan(ABC):
     """K/V heads of the output. With latent attention each query head has its own."""
     recipe: Recipe
     max_shard_size: int | None
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
     """Every tensor of the output."""
     shards: tuple[Shard, ...]
     regrouped: dict[str, OutputTensor]
-    """The tensors that change with the K/V heads. All others are copied. Empty if the number of heads stays."""
+    """The tensors that differ from the source's: merged, repeated, rescaled, or of latent attention. All others are
+    copied."""
     code: Code | None
     """Model code that the output needs beside the weights."""
     notes: tuple[str, ...]
@@ -137,7 +138,7 @@ class Plan(ABC):
 
 
 def plan_shards(
-    checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, Tensor], max_shard_size: int | None
+    checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, TensorInfo], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
     if max_shard_size is None and checkpoint.keep_source_shards:
         return shards

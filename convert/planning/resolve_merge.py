@@ -114,7 +114,8 @@ def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
     for settings in (config, config.get("attn_config")):  # of OLMo, and of MPT
         if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
             raise UnsupportedMethodError(
-                f"config.json has clip_qkv = {checks.show(settings['clip_qkv'])}, which --method {method} cannot take "
+                f"config.json has clip_qkv = {checks.short_repr(settings['clip_qkv'])}, which --method {method} "
+                "cannot take "
                 "into account by the weights alone; calibrate it on a text, or use --method mean."
             )
 
@@ -122,9 +123,9 @@ def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
 def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:
     """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
-        from convert.calibration.generated_text import GeneratedText
+        from convert.calibration.generated_text import TextGeneration
+        from convert.calibration.incremental_decoder import check_writes_text
         from convert.calibration.layer_stream import check_tokens, open_checked
-        from convert.calibration.next_token import check_writes_text
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)
@@ -135,7 +136,7 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.generated:
-        generated = GeneratedText.of(checkpoint, text, options.seed, str(layers.device))
+        generated = TextGeneration.of(checkpoint, text, options.seed, str(layers.device))
         generated.check_memory(layers.n_embeddings)
         text = replace(
             text,

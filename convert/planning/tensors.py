@@ -10,7 +10,7 @@ from convert.merging.layer import LayerConversion, LayerMerge
 from convert.merging.methods import METHODS
 from convert.merging.recipe import Recipe
 from model.attention_layout import Heads, projections
-from model.checkpoint import Tensor
+from model.checkpoint import TensorInfo
 from model.families.family import Family
 from model.geometry import Geometry
 
@@ -47,7 +47,7 @@ class Reported:
 class OutputTensor:
     """A tensor of the output that differs from the source's. Rows are copied or merged, or all are computed."""
 
-    tensor: Tensor
+    tensor: TensorInfo
     copies: tuple[Rows, ...]
     merges: tuple[HeadMerge, ...]
     layer: LayerConversion | None = None
@@ -65,7 +65,7 @@ class OutputTensor:
 
 
 def regroup(
-    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
+    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, OutputTensor]:  # fmt: skip
     """Return the output tensors that change with the number of heads, by name. `tensors`: the source's tensors.
 
@@ -82,7 +82,7 @@ def regroup(
     return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
 
 
-def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method: str) -> None:
+def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
     family = geometry.attention.family
     if geometry.n_rotary_pairs is None and family.rotary_fraction is not None:
@@ -103,7 +103,7 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, Tensor], method:
         _check_norms(family, place, tensors, method)
 
 
-def _check_norms(family: Family, place: str, tensors: Mapping[str, Tensor], method: str) -> None:
+def _check_norms(family: Family, place: str, tensors: Mapping[str, TensorInfo], method: str) -> None:
     """Raise UnsupportedMethodError unless a layer method can merge the norms below `place`, if there are any."""
     norms = family.head_norms
     if norms is None or norms.layout == "none":
@@ -127,7 +127,7 @@ def _places(geometry: Geometry) -> list[str]:
 
 
 def _regroup_layers(
-    geometry: Geometry, tensors: Mapping[str, Tensor], n_kv_heads: int, recipe: Recipe
+    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
 ) -> dict[str, OutputTensor]:  # fmt: skip
     check_layer_merge(geometry, tensors, recipe.method)
     assert geometry.n_rotary_pairs is not None
@@ -156,7 +156,7 @@ def _regroup_layers(
     return regrouped
 
 
-def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, Tensor]) -> OutputTensor:
+def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, TensorInfo]) -> OutputTensor:
     copies: list[Rows] = []
     merges: list[HeadMerge] = []
     n_rows = 0

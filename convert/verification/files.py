@@ -11,7 +11,7 @@ from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
-from model.common.checks import show
+from model.common.checks import short_repr
 from model.common.files import has_content
 from model.common.read_files import CONVERSION_RECORD
 
@@ -41,12 +41,14 @@ def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], find
         for key, value in expected[part].items():
             if recorded.get(key) != value:
                 findings.differences.append(
-                    f"{CONVERSION_RECORD} has {part}.{key} = {show(recorded.get(key))}; it should be {show(value)}"
+                    f"{CONVERSION_RECORD} has {part}.{key} = {short_repr(recorded.get(key))}; it should be "
+                    f"{short_repr(value)}"
                 )
     recorded_files, files = [x["name"] for x in record["source"]["files"]], [path.name for path in source.weight_files]
     if recorded_files != files:
         findings.differences.append(
-            f"{CONVERSION_RECORD} names {show(recorded_files)} as files of the source, which has {show(files)}"
+            f"{CONVERSION_RECORD} names {short_repr(recorded_files)} as files of the source, which has "
+            f"{short_repr(files)}"
         )
 
 

@@ -29,7 +29,7 @@ On another kind of processor, or on a GPU, about one in 10^5 of the drawn keys d
 SmolLM2 by up to 0.0033 of their norms, and single elements by up to 0.14 of their root mean square.
 """
 MAX_ERROR_RATIO = 1.05
-"""Maximum held-out error of a refined layer, relative to the recomputed layer's. Training amplifies the differences
+"""Maximum validation error of a refined layer, relative to the recomputed layer's. Training amplifies the differences
 between processors, so the weights themselves cannot be compared."""
 
 
@@ -83,8 +83,8 @@ def is_compared_by_errors(recipe: Recipe) -> bool:
 def compare_by_errors(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
-    """Compare layers that were refined or have a latent, and differ from the recomputed ones, by held-out errors."""
-    from convert.calibration.calibrate_layers import held_out_errors
+    """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
+    from convert.calibration.calibrate_layers import validation_errors
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
@@ -104,12 +104,12 @@ def compare_by_errors(
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.conversions)) if differs(index)}
-    errors = held_out_errors(source, plan.recipe, scratch, different, attentions) if different else {}
+    errors = validation_errors(source, plan.recipe, scratch, different, attentions) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0
             findings.rounded |= dict.fromkeys(plan.conversions[index].tensors, excess)
         else:
             findings.differences.append(
-                f"layer {index} has a held-out error of {actual:.4g}; recomputing it gives {expected:.4g}"
+                f"layer {index} has a validation error of {actual:.4g}; recomputing it gives {expected:.4g}"
             )

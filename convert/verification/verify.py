@@ -3,7 +3,8 @@
 The expected tensors depend only on the source, and on OUT's recipe, number of groups and calibration tokens.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from convert.verification.layers import (
 )
 from convert.verification.recorded_recipe import recorded_recipe
 from model.checkpoint import Checkpoint, open_checkpoint
+from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256
@@ -40,12 +42,11 @@ PIECE = 8 << 20
 def verify(
     source: Checkpoint,
     out_path: Path,
-    progress: Callable[[int], None],
     workers: int,
     quiet: bool = True,
     device: str = AUTO_DEVICE,
 ) -> Findings:
-    """Compare the folder `out_path` with a conversion of `source`. `progress` counts bytes of OUT's tensors.
+    """Compare the folder `out_path` with a conversion of `source`.
 
     A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
     downloaded, because OUT may be untrusted.
@@ -76,11 +77,14 @@ def verify(
             compare_by_errors(source, out, plan, layers, Path(scratch) / "scored", findings)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
         layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
+        stop = threading.Event()
         digests = [
-            *(partial(_compare_source_file, path, record) for path in source.weight_files),
+            *(partial(_compare_source_file, path, record, stop) for path in source.weight_files),
             *(partial(_compare_recorded_tensor, out, record, name) for name in layer_wise),
         ]
-        with ThreadPoolExecutor(plan.workers(workers)) as pool:
+        total = sum(out.tensors[name].nbytes for name in same_names)
+        bar = console.progress_bar("Verifying", total, quiet)
+        with bar as progress, ThreadPoolExecutor(plan.workers(workers)) as pool:
             digest_results = [pool.submit(check) for check in digests]
             try:
                 for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
@@ -89,6 +93,7 @@ def verify(
                 for result in digest_results:
                     findings.differences += result.result()
             except BaseException:  # an interrupt must not wait until every file is read
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         findings.n_copied = len(same_names) - len(plan.regrouped.keys() & set(same_names))
@@ -180,9 +185,9 @@ def _compare_recorded_tensor(out: Checkpoint, record: dict[str, Any], name: str)
     return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
 
 
-def _compare_source_file(path: Path, record: dict[str, Any]) -> list[str]:
+def _compare_source_file(path: Path, record: dict[str, Any], stop: threading.Event) -> list[str]:
     recorded = {file["name"]: file["sha256"] for file in record["source"]["files"]}
-    sha256 = file_sha256(path)
+    sha256 = file_sha256(path, stop)
     if recorded.get(path.name) == sha256:
         return []
     return [f"the source file {path.name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]

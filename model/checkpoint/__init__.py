@@ -6,10 +6,10 @@ from pathlib import Path
 from model.checkpoint.hf_folder import refuse_without_weights
 from model.checkpoint.hub import find_in_cache
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
+from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 
-__all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "Tensor", "open_checkpoint"]
+__all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "TensorInfo", "open_checkpoint"]
 
 READERS = {
     "gguf": "gguf.reader",

@@ -21,6 +21,7 @@ from model.common.read_files import (
     read_bytes_up_to,
     refuse_outside,
 )
+from model.common.staging import AREAS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -32,6 +33,7 @@ SKIPPED_FILES = (
 )  # fmt: skip
 SKIPPED_FOLDERS = (
     ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
+    AREAS,
 )  # fmt: skip
 
 CALIBRATION_TOKENS = "groupwise_calibration.xz"
@@ -43,6 +45,14 @@ OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 WEIGHTS = (
     "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
 )  # fmt: skip
+
+MODEL_FILES = (
+    "config.json", "generation_config.json", "groupwise.json", "tokenizer*", "*.model", "*.tiktoken", "vocab*",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor*.json", "README.md",
+    "LICENSE*", "NOTICE*", "USE_POLICY*", "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py",
+    "image_processing_*.py", "feature_extraction_*.py", "tekken.json",
+)  # fmt: skip
+"""Patterns of a model's files beside its weights, in a folder that may hold a whole project."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -134,13 +144,15 @@ def refuse_adapter(folder: Path) -> None:
             )
 
 
-def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+def list_files(
+    folder: Path, deep: bool = True, only: tuple[str, ...] = ("*",)
+) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:  # fmt: skip
     """Return the files to copy (by their name relative to the folder) and the names of the skipped files.
 
     Symlinks are followed if they lead into the folder, or, in a snapshot of the Hugging Face cache, to that model's
     blobs. Other symlinks are skipped, so that no other file of this machine is copied. FIFOs, sockets and devices are
     skipped without opening them. The reason follows the name of a skipped link or special file in brackets. Without
-    `deep`, subfolders are ignored.
+    `deep`, subfolders are ignored. Files whose names match no pattern of `only` are skipped.
 
     Raises CheckpointError for a dangling or circular link, for an unreadable file, and if config.json or
     groupwise.json, whose contents the output repeats, is a link out of the folder.
@@ -161,10 +173,13 @@ def list_files(folder: Path, deep: bool = True) -> tuple[dict[str, Path | bytes]
         entries = [*(sorted(subfolders) if deep else []), *sorted(names)]
         subfolders.clear()
         for path in (here / name for name in entries):
-            reason = _reason_to_skip(path, folder)
             relative = path.relative_to(folder).as_posix()
+            if not any(fnmatch(path.name, pattern) for pattern in only):
+                skipped_files.append(relative)
+                continue
+            reason = _reason_to_skip(path, folder)
             if reason is not None:
-                skipped_files.append(f"{relative}{'/' * path.is_dir()}{reason}")
+                skipped_files.append(f"{relative}{'/' if path.is_dir() else ''}{reason}")
             elif path.is_dir():
                 subfolders.append(path.name)
             elif relative not in OWN_FILES:
@@ -187,7 +202,7 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
     if leads_outside(path, folder):
         return " (a link out of the folder)"
     if path.is_dir() and os.access(path, os.R_OK | os.X_OK):
-        return " (a training run, its data, or logits)" if is_of_training(path) else None
+        return " (a training run, its data, or logits)" if is_uptrain_output(path) else None
     if not (path.is_file() or path.is_dir()):
         return " (not a regular file)"
     if path.is_dir() or not os.access(path, os.R_OK):
@@ -195,8 +210,8 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
     return None
 
 
-def is_of_training(folder: Path) -> bool:
+def is_uptrain_output(folder: Path) -> bool:
     """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
     names = {path.name for path in folder.iterdir()}
-    is_run = {"run.json", "metrics.jsonl"} <= names
+    is_run = "run.json" in names and not names.isdisjoint(("metrics.jsonl", "model"))
     return is_run or ("manifest.json" in names and ("inputs.sha256" in names or "values-00000.bin" in names))

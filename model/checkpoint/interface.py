@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Checkpoint(ABC):
     """The folder or file that the user named."""
     format: str
     """The reader's name, for provenance."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
     shards: tuple[Shard, ...]
     config: dict[str, Any]
     config_text: bytes
@@ -47,7 +47,7 @@ class Checkpoint(ABC):
     """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
 
     @property
-    def home(self) -> Path:
+    def config_folder(self) -> Path:
         """The folder of `config.json` and the other files, if the source is a folder."""
         return self.path
 

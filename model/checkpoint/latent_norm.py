@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from model.checkpoint.interface import Checkpoint
-from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, Tensor
+from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class LatentNorm:
     @property
     def usable(self) -> int:
         """Number of the latent's usable numbers: all, but for the constant channel of `bias`."""
-        return self.latent - (self.kind == "bias")
+        return self.latent - (1 if self.kind == "bias" else 0)
 
     @property
     def gain(self) -> float:
@@ -74,7 +74,7 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
         return None
     entry = checks.table(config[KEY], f"config.json has {KEY}")
     if entry.get("kind") not in ("eps", "bias"):
-        raise CheckpointError(f"config.json has {KEY} = {checks.show(entry)}; its kind must be eps or bias.")
+        raise CheckpointError(f"config.json has {KEY} = {checks.short_repr(entry)}; its kind must be eps or bias.")
     return LatentNorm(
         entry["kind"],
         checks.number(entry.get("weight"), f"config.json has {KEY}.weight", above=0.0),
@@ -95,8 +95,8 @@ class _Wrapped(Checkpoint):
         self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
 
     @property
-    def home(self) -> Path:
-        return self._inner.home
+    def config_folder(self) -> Path:
+        return self._inner.config_folder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -177,8 +177,8 @@ class WithLatentNorm(_Wrapped):
             elif part == KV_B:
                 self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.latent))
 
-    def _add(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-        self.tensors[name] = Tensor(name, like.dtype, shape)
+    def _add(self, name: str, like: TensorInfo, shape: tuple[int, ...]) -> None:
+        self.tensors[name] = TensorInfo(name, like.dtype, shape)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm, part = self._norm, _part(name)
@@ -218,7 +218,7 @@ def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
     return values
 
 
-def _check_values(checkpoint: Checkpoint, tensor: Tensor, expected: float | Array) -> None:
+def _check_values(checkpoint: Checkpoint, tensor: TensorInfo, expected: float | Array) -> None:
     """Raise CheckpointError if a tensor of one axis does not hold what the conversion wrote."""
     if len(tensor.shape) != 1 or tensor.dtype not in FLOAT_DTYPES:
         raise _changed(checkpoint, tensor.name)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from model.checkpoint.tensor import Tensor
+from model.checkpoint.tensor import TensorInfo
 
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -36,7 +36,7 @@ def llama3_scaling(factor: float, low: float = 1.0, high: float = 4.0, context: 
     }
 
 
-def dtype_settings(tensors: Iterable[Tensor]) -> dict[str, str]:
+def dtype_settings(tensors: Iterable[TensorInfo]) -> dict[str, str]:
     """Return the dtype of all matrices, or float32 if they differ, under the key of transformers 4 and that of 5."""
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     name = TORCH_DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"

@@ -14,14 +14,14 @@ import numpy as np
 
 from model.checkpoint.hf_folder import SINGLE, json_text
 from model.checkpoint.interface import Shard
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
 _PIECE = 1 << 20
 
 
-def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of a shard before its data. Metadata always has `format: pt`, which transformers 4 requires."""
     header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
     position = 0
@@ -40,7 +40,7 @@ def header_bytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> byte
 class ShardFile:
     """An output shard. The position of each tensor is fixed, so several threads can call the methods."""
 
-    def __init__(self, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
         start = header_bytes(tensors, metadata)
         self._offsets = {}
         position = len(start)
@@ -111,9 +111,9 @@ def _kernel_copy(source: int, target: int, count: int, source_offset: int, offse
     return n, n > 0
 
 
-def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]:
+def divide(tensors: Iterable[TensorInfo], max_shard_size: int) -> list[list[TensorInfo]]:
     """Divide tensors, in order, into shards of at most `max_shard_size` bytes. A larger tensor gets its own shard."""
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[TensorInfo]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.nbytes > max_shard_size:
@@ -124,14 +124,14 @@ def divide(tensors: Iterable[Tensor], max_shard_size: int) -> list[list[Tensor]]
     return shards
 
 
-def name_shards(groups: Sequence[Sequence[Tensor]], metadata: Mapping[str, str]) -> tuple[Shard, ...]:
+def name_shards(groups: Sequence[Sequence[TensorInfo]], metadata: Mapping[str, str]) -> tuple[Shard, ...]:
     """Return shards with transformers' names: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     return tuple(Shard(name, tuple(t.name for t in group), metadata) for name, group in zip(names, groups, strict=True))
 
 
-def index_text(shards: Sequence[Shard], tensors: Mapping[str, Tensor]) -> bytes | None:
+def index_text(shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]) -> bytes | None:
     """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have an index."""
     if [shard.name for shard in shards] == [SINGLE]:
         return None

@@ -16,7 +16,7 @@ SHARD = re.compile(r"(?P<begin>.+)-\d+-of-(?P<of>\d+)\.(?P<suffix>\w+)")
 
 
 @dataclass(frozen=True)
-class Naming:
+class WeightFileNames:
     """A format's names: the single file, the index, and the suffix of weight files."""
 
     single: str
@@ -28,8 +28,8 @@ class Naming:
         return any(os.path.lexists(folder / name) for name in (self.single, self.index))
 
 
-SAFETENSORS = Naming(SINGLE, INDEX, ".safetensors")
-PYTORCH = Naming("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin")
+SAFETENSORS = WeightFileNames(SINGLE, INDEX, ".safetensors")
+PYTORCH = WeightFileNames("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin")
 
 
 SHARED = "shared.weight"
@@ -38,29 +38,30 @@ COPIES_OF_SHARED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 tensors that share memory, but not their names (as in google/flan-t5-xl)."""
 
 
-def weight_file_names(folder: Path, naming: Naming) -> tuple[list[str], dict[str, str] | None]:
+def weight_file_names(folder: Path, names_of: WeightFileNames) -> tuple[list[str], dict[str, str] | None]:
     """Return the names of the weight files in order, and the index's table, tensor → file, if there is an index.
 
     Raises CheckpointError if a file is missing, or if its name is a path.
     """
-    single, index = folder / naming.single, folder / naming.index
+    single, index = folder / names_of.single, folder / names_of.index
     if not index.is_file():
         for path in (index, single):
             refuse_dangling(path)
             if path.exists():
                 check_regular(path)
-        return [naming.single], None
+        return [names_of.single], None
     table = _read_index(index)
     names = sorted(set(table.values()))
-    if single.is_file() and naming.single not in names:
+    if single.is_file() and names_of.single not in names:
         raise CheckpointError(
-            f"{folder} holds both {naming.single} and {naming.index}, which are two models; remove the outdated one."
+            f"{folder} holds both {names_of.single} and {names_of.index}, which are two models; remove the "
+            "outdated one."
         )
     for name in names:
         if not is_plain_name(name):
             raise CheckpointError(f"{index} names {name!r}, which is not a plain file name inside the folder; refused.")
-        if not name.endswith(naming.suffix):
-            raise CheckpointError(f"{index} names {name!r}, which is not a {naming.suffix} file; refused.")
+        if not name.endswith(names_of.suffix):
+            raise CheckpointError(f"{index} names {name!r}, which is not a {names_of.suffix} file; refused.")
         refuse_dangling(folder / name)
         if not (folder / name).is_file():
             raise CheckpointError(f"{index} names the shard {name}, which is missing; download it again.")

@@ -57,7 +57,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """The description of a tensor; `nbytes` is its size on disk."""
 
     name: str
@@ -85,6 +85,6 @@ class Span:
     length: int
 
 
-def is_buffer(tensor: Tensor) -> bool:
+def is_buffer(tensor: TensorInfo) -> bool:
     """Return whether a tensor is no parameter: RoPE frequencies, or a causal mask of old GPT-NeoX checkpoints."""
     return is_rope_buffer(tensor.name) or tensor.dtype in ("BOOL", "U8") or tensor.name.endswith(MASKED_BIAS)

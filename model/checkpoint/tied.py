@@ -6,7 +6,7 @@ hold both.
 
 from model.checkpoint.interface import Checkpoint
 from model.checkpoint.same_bytes import same_bytes
-from model.checkpoint.tensor import Tensor
+from model.checkpoint.tensor import TensorInfo
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The pairs of tensors that may be equal, in the names of all families.
@@ -22,7 +22,7 @@ NAMES = (
 EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in NAMES))
 
 
-def without_tied_head(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def without_tied_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """Return a checkpoint's tensors without the head, if the config ties it and its bytes equal the embedding's.
 
     A head that differs is kept: the model may have been trained so. transformers 5 then uses both, and version 4 the

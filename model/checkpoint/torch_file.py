@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +222,7 @@ def _named_tensors(path: Path, content: Any) -> Iterator[tuple[str, "torch.Tenso
 def check_name(path: Path, name: Any) -> None:
     """Raise CheckpointError for a name that a safetensors file cannot hold."""
     if not isinstance(name, str) or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise CheckpointError(f"{path} holds {checks.show(name)}, which cannot be the name of a tensor.")
+        raise CheckpointError(f"{path} holds {checks.short_repr(name)}, which cannot be the name of a tensor.")
 
 
 def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
@@ -230,9 +231,11 @@ def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
 
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"{path} holds {checks.show(name)}, which is a {type(value).__name__} and not a tensor; "
+            f"{path} holds {checks.short_repr(name)}, which is a {type(value).__name__} and not a tensor; "
             "save the model's state dict alone."
         )
+    if prod(n for n in value.shape if n) >= checks.LARGEST_COUNT:  # numpy makes no such array, even if it is empty
+        raise CheckpointError(f"{path} holds {name} of the impossible shape {tuple(value.shape)}; it is damaged.")
     if value.is_neg() or value.is_conj():
         raise CheckpointError(f"{path} holds {name} as a negated view; save the tensor itself (`.resolve_neg()`).")
     if value.layout != torch.strided or value.device.type != device or dtype_name(value) not in DTYPES:

@@ -1,1 +1,1 @@
-"""Helpers that both the file layer and the model use: errors, console, files, staging folders, text, checks."""
+"""Helpers of all packages: checks, console, errors, files, processes, staging folders, the machine, the tokenizer."""

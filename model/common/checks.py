@@ -15,7 +15,7 @@ LARGEST_COUNT = 1 << 60
 _SHOWN = 60
 
 
-def show(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value on one line, cut to a readable length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
@@ -35,9 +35,9 @@ def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_C
     """Return a whole number of the range. Raises CheckpointError otherwise; True and 8.0 are not whole numbers."""
     if not is_whole_number(value, least):
         kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
-        raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be {kind}.")
     if value > most:
-        raise CheckpointError(f"{name} = {show(value)}; it must be at most {most}.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be at most {most}.")
     return value
 
 
@@ -51,26 +51,26 @@ def number(value: object, name: str, above: float | None = None) -> float:
     if not is_finite(value) or (value < 0 if above is None else value <= above):
         kinds = {None: "a finite number of at least 0", 0.0: "a finite, positive number"}
         kind = kinds.get(above, f"a finite number above {above}")
-        raise CheckpointError(f"{name} = {show(value)}; it must be {kind}.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be {kind}.")
     return float(value)
 
 
 def numbers(value: object, name: str) -> tuple[float, ...]:
     """Return a list of positive numbers. Raises CheckpointError otherwise."""
     if not isinstance(value, list) or not all(is_finite(number) and number > 0 for number in value):
-        raise CheckpointError(f"{name} = {show(value)}; it must be a list of positive numbers.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be a list of positive numbers.")
     return tuple(map(float, value))
 
 
 def flag(value: object, name: str) -> bool:
     """Return a boolean; null is false. Raises CheckpointError for anything else."""
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{name} = {show(value)}; it must be true or false.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be true or false.")
     return bool(value)
 
 
 def table(value: object, name: str) -> dict[str, Any]:
     """Return a copy of a JSON object; null is an empty one. Raises CheckpointError for anything else."""
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{name} = {show(value)}; it must be an object.")
+        raise CheckpointError(f"{name} = {short_repr(value)}; it must be an object.")
     return dict(value or {})

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from model.common.checks import LARGEST_COUNT, is_finite, show
+from model.common.checks import LARGEST_COUNT, is_finite, short_repr
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ class SizeType(click.ParamType[int]):
             number, unit, binary = match.groups()
             size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
         if not self.least <= size <= LARGEST_COUNT:
-            self.fail(f"{show(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
+            self.fail(f"{short_repr(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
         return size
 
 

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
+from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -94,7 +94,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, (RunError, OSError)):
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
-    if is_lack_of_memory(error):
+    if is_out_of_memory(error):
         return f"not enough memory ({one_line(str(error)).partition('. ')[0]}).", FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT

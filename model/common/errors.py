@@ -18,7 +18,7 @@ class CheckpointError(InputError):
 
 
 @contextmanager
-def naming(checkpoint: Path) -> Iterator[None]:
+def prefix_path(checkpoint: Path) -> Iterator[None]:
     """Put a checkpoint's path before the message of a CheckpointError that does not contain it."""
     try:
         yield
@@ -36,14 +36,14 @@ class RankError(RunError):
     """One of many processes stopped for a reason of its own, so this process prints the message itself."""
 
 
-def is_failure_of_device(error: BaseException) -> bool:
+def is_device_error(error: BaseException) -> bool:
     """Return whether a GPU or its libraries failed, such as by an ECC error or without memory for cuBLAS."""
     marks = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "cuDNN error", "HIP error")
     is_torchs = type(error).__name__ == "AcceleratorError" or any(mark in str(error) for mark in marks)
     return isinstance(error, RuntimeError) and is_torchs
 
 
-def is_lack_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether numpy, or torch on any device, could not allocate memory. Needs no torch."""
     text = str(error)  # CUDA and NCCL say "out of memory", in errors of several types
     is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or "out of memory" in text

@@ -14,22 +14,34 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Self
 
 from model.common.errors import InputError
+from model.common.processes import is_running, pid_namespace, process_start
 
 _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
 MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
+_HASHED_BYTES = 1 << 20
 _BLOCK = 512
 """Bytes of a block of `st_blocks` (POSIX)."""
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read in blocks."""
+class StoppedError(Exception):
+    """Reading was stopped from another thread."""
+
+
+def file_sha256(path: Path, stop: Event | None = None) -> str:
+    """Return the SHA-256 of a file, read in blocks. Raises StoppedError soon after another thread sets `stop`."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_HASHED_BYTES))
     with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while n := file.readinto(block):
+            digest.update(block[:n])
+            if stop is not None and stop.is_set():
+                raise StoppedError
+    return digest.hexdigest()
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -86,6 +98,20 @@ def allow_open_files(n: int) -> None:
             f"{wanted:,} files must be open at the same time, but the system allows {hard:,} to a process; let an "
             f"administrator raise the hard limit (`ulimit -Hn {wanted}`)."
         ) from error
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Return whether a path is a folder or lies inside it, however the two are spelled.
+
+    Names alone do not tell on a disk that ignores case, or that is mounted twice.
+    """
+    path, folder = path.resolve(), folder.resolve()
+    if path.is_relative_to(folder):
+        return True
+    with suppress(OSError):  # no folder, or one that may not be read
+        identity = folder.stat()
+        return any(os.path.samestat(each.stat(), identity) for each in (path, *path.parents) if each.exists())
+    return False
 
 
 def tree_bytes(folder: Path) -> int:
@@ -154,7 +180,7 @@ class FileLock:
     It uses flock(2). NFS turns this into a lock on the server, for files that are open for writing. If a file system
     has no flock (Lustre without `-o flock`, some FUSE mounts), a file PATH.owner represents the lock. That file
     outlives a killed process: the next process on the same machine detects this and takes the lock over; on other
-    machines the file must be removed by hand.
+    machines, and in other containers, the file must be removed by hand.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +188,11 @@ class FileLock:
         self._owner_path = path.with_name(f"{path.name}.owner")
         self._descriptor = -1
         self._is_held = self._owns_file = False
-        self._identity = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)})
+        pid = os.getpid()
+        self._identity = json.dumps({
+            "host": socket.gethostname(), "pid": pid, "started": process_start(pid), "pid_namespace": pid_namespace(),
+            "token": secrets.token_hex(8),
+        })  # fmt: skip
 
     @property
     def is_held(self) -> bool:
@@ -203,7 +233,7 @@ class FileLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:  # NFS may raise either
-            raise LockedError(_describe(_read(self.path))) from error
+            raise LockedError(_describe(_read_owner(self.path))) from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
                 raise
@@ -244,6 +274,15 @@ def _read(path: Path) -> str:
         return ""
 
 
+def _read_owner(path: Path) -> str:
+    """Return what a locked file says of its owner, who may be about to write it."""
+    for _ in range(20):
+        if owner := _read(path):
+            return owner
+        time.sleep(0.01)
+    return ""
+
+
 def _parse(owner: str) -> tuple[str, int]:
     """Return a lock owner's host name and process id; "" and 0 if the text does not contain them."""
     match = re.match(r'\{"host": "([\w.-]*)", "pid": (\d{1,9}),', owner)
@@ -256,14 +295,14 @@ def _describe(owner: str) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Return whether the owner was a process of this machine that no longer exists."""
+    """Return whether the owner was a process of this machine, and of this container, that no longer exists."""
     host, pid = _parse(owner)
     if not pid or host != socket.gethostname():
         return False
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
+        identity = json.loads(owner)
+    except ValueError:
         return False
-    return False
+    started = identity.get("started")
+    in_here = identity.get("pid_namespace") == pid_namespace()
+    return in_here and not is_running(pid, started if isinstance(started, float) else None)

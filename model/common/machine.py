@@ -21,9 +21,26 @@ def world_size() -> int:
 
     Raises InputError if the variable is no positive number.
     """
-    text = os.environ.get("WORLD_SIZE") or "1"
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"the variable WORLD_SIZE is {text!r}, not a number of processes; unset it for a single one.")
+    return _variable("WORLD_SIZE", 1, least=1)
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this machine that a launcher has started (LOCAL_WORLD_SIZE); else 1."""
+    return _variable("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of this machine (LOCAL_RANK); 0 without a launcher."""
+    if os.environ.get("LOCAL_RANK") == "-1":  # older launchers' word for a single process
+        return 0
+    return _variable("LOCAL_RANK", 0, least=0)
+
+
+def _variable(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        what = "a number of processes" if least else "the number of a process"
+        raise InputError(f"the variable {name} is {text!r}, not {what}; unset it for a single one.")
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def read_bytes_up_to(path: Path, limit: int) -> bytes:
     """Return a file's content. Raises CheckpointError unless it is a regular file of at most `limit` bytes."""
     check_size(path, limit)
     with path.open("rb") as file:
-        return file.read(limit)
+        # A read of `limit` bytes would first allocate as many, which `ulimit -v` may forbid.
+        return file.read(min(limit, os.fstat(file.fileno()).st_size))
 
 
 def starts_with_bom(path: Path) -> bool:

@@ -27,6 +27,8 @@ from model.common.errors import CheckpointError
 from model.common.files import MAX_NAME, FileLock, LockedError, check_name, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
+AREAS = f"{_PREFIX}*{_SUFFIX}"
+"""Pattern of the names of staging areas."""
 _LONGEST_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
 """Longest name of OUT in bytes: the names of the staging area and of its lock contain it."""
 

@@ -11,9 +11,11 @@ WHOLE = "tokenizer.json"
 """The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
 VOCABULARIES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
-    "added_tokens.json",
 )  # fmt: skip
+ADDED = "added_tokens.json"
 OTHERS = ("tekken.json", ".model")
+TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
+"""How the names of a tokenizer's files begin, besides those of vocabularies."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
@@ -59,7 +61,7 @@ def check_files(folder: Path) -> None:
 
     These are files that are not regular or too large, JSON after a byte-order mark, and configs of another type.
     """
-    limits = dict.fromkeys((WHOLE, *VOCABULARIES), TOKENIZER_BYTES)
+    limits = dict.fromkeys((WHOLE, ADDED, *VOCABULARIES), TOKENIZER_BYTES)
     limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
     for name, limit in limits.items():
         if (folder / name).exists():

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from model.common.checks import LARGEST_COUNT, is_finite, show
+from model.common.checks import LARGEST_COUNT, is_finite, short_repr
 from model.common.errors import InputError
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise InputError(f"{show(parsed)} where a JSON object is expected")
+        raise InputError(f"{short_repr(parsed)} where a JSON object is expected")
     return parsed
 
 
@@ -31,7 +31,7 @@ def make(kind: type[T], values: Mapping[str, Any], name: str = "") -> T:
     """Build a dataclass from an object, which messages call `name`. Raises InputError for a missing or wrong key."""
     by_name = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := values.keys() - by_name.keys():
-        raise InputError(f"the unknown key {show(_join(name, min(unknown)))}")
+        raise InputError(f"the unknown key {short_repr(_join(name, min(unknown)))}")
     required = [n for n, f in by_name.items() if f.default is MISSING and f.default_factory is MISSING]
     types = {key: hint for key, hint in get_type_hints(kind).items() if key in values or key in required}
     return kind(**check_types(values, types, name))
@@ -57,7 +57,7 @@ def _fit(value: Any, wanted: Any, name: str) -> Any:
     for option in inner if origin in (Union, UnionType) else (wanted,):
         if _is(value, option):
             return _convert(value, option, name)
-    raise InputError(f"{name} = {show(value)}, which is not {_in_words(wanted)}")
+    raise InputError(f"{name} = {short_repr(value)}, which is not {_in_words(wanted)}")
 
 
 def _is(value: Any, wanted: Any) -> bool:

@@ -81,7 +81,7 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     config = {**family.default_sizes, **config}
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise CheckpointError(f"the activation {checks.show(activation)} is not implemented; silu (SwiGLU) is.")
+        raise CheckpointError(f"the activation {checks.short_repr(activation)} is not implemented; silu (SwiGLU) is.")
     if config.get("is_causal") is False:
         raise CheckpointError("config.json has is_causal = false; attention to later tokens is not implemented.")
     n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
@@ -125,8 +125,8 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
     for key, values in expected.items():
         if config.get(key) not in values:
             raise CheckpointError(
-                f"config.json has {key} = {checks.show(config.get(key))}, where convert mha-to-mla writes "
-                f"{checks.show(values[0])}; convert the model again."
+                f"config.json has {key} = {checks.short_repr(config.get(key))}, where convert mha-to-mla writes "
+                f"{checks.short_repr(values[0])}; convert the model again."
             )
     n_heads, nope, value = (_size(config, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     return LlamaConfig(
@@ -204,7 +204,7 @@ def _sliding_layers(config: Mapping[str, Any], n_layers: int) -> list[bool]:
     supported = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != n_layers or not all(kind in supported for kind in kinds):
         raise CheckpointError(
-            f"config.json has layer_types = {checks.show(kinds)}; it must give for each of {n_layers} layers "
+            f"config.json has layer_types = {checks.short_repr(kinds)}; it must give for each of {n_layers} layers "
             f"{' or '.join(supported)}."
         )
     return [kind == "sliding_attention" for kind in kinds]

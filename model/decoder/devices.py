@@ -29,7 +29,7 @@ def find_device(name: str) -> torch.device:
 
 
 @contextmanager
-def faster_products(device: str) -> Iterator[None]:
+def fast_float32_matmul(device: str) -> Iterator[None]:
     """Let oneDNN multiply float32 matrices on the CPU, where it is as exact as torch's default library, MKL.
 
     MKL leaves half of an AMD processor's vector units unused. oneDNN uses all of them, but torch gives it float32 only
@@ -74,7 +74,7 @@ def _is_exact() -> bool:
 
 
 @contextmanager
-def naming_lack_of_memory(device: str) -> Iterator[None]:
+def out_of_memory_as_run_error(device: str) -> Iterator[None]:
     """Raise RunError where a GPU lacks memory."""
     try:
         yield

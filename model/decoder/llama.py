@@ -13,7 +13,7 @@ from model.decoder.config import LlamaConfig
 from model.decoder.kv_cache import KVCache, LayerCache
 from model.decoder.latent_attention import LatentAttention
 from model.decoder.linear import PrepackedLinear, can_prepack, matmul_dtype, prepack_linears
-from model.decoder.losses import IGNORED, chunked_cross_entropy
+from model.decoder.losses import chunked_cross_entropy, next_token_targets
 from model.decoder.masks import document_lengths, document_mask, document_positions, text_mask
 from model.decoder.rope import rotate, rotations
 
@@ -201,9 +201,7 @@ class LlamaForCausalLM(nn.Module):
             return self.logits(hidden_BTM)
         if isinstance(self.lm_head, PrepackedLinear):
             raise ValueError("a prepacked model computes no losses; load it again, and leave out prepack().")
-        targets_BT = labels_BT[:, 1:]
-        if documents_BT is not None:
-            targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+        targets_BT = next_token_targets(labels_BT, documents_BT)
         return chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), self.head_weight, targets_BT.flatten())
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint import FLOAT_DTYPES, Checkpoint, open_checkpoint
-from model.checkpoint import Tensor as Stored
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo, open_checkpoint
 from model.checkpoint.latent_norm import read_latent_norm, without_latent_norm
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -53,7 +52,7 @@ def load_model(
                 f"one first: convert to-hf {shlex.quote(str(path))} OUT"
             )
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return load_hf_model(checkpoint.home, n_stored, dtype, device)
+    return load_hf_model(checkpoint.config_folder, n_stored, dtype, device)
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -61,10 +60,10 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
     Raises CheckpointError if the value is neither a token's id nor a list of ids.
     """
-    config, path = checkpoint.config, checkpoint.home / "config.json"
+    config, path = checkpoint.config, checkpoint.config_folder / "config.json"
     content = checkpoint.side_files.get("generation_config.json")
     if content is not None:
-        name = checkpoint.home / "generation_config.json"
+        name = checkpoint.config_folder / "generation_config.json"
         try:
             generation = parse_object(
                 content if isinstance(content, bytes) else read_bytes_up_to(content, CONFIG_BYTES)
@@ -118,7 +117,7 @@ def check_runnable(checkpoint: Checkpoint) -> None:
             check_readable(checkpoint, name)
 
 
-def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> Stored:
+def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> TensorInfo:
     """Return a tensor's description. Raises CheckpointError if it is missing, or not of floats.
 
     A scalar is refused too, unless one is expected.

@@ -27,6 +27,14 @@ _SCALED_ROWS = 1024
 """Rows of a gradient in half precision that are scaled at a time."""
 
 
+def next_token_targets(labels_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
+    """Return the target of each token but the last, [B, T − 1]; IGNORED where the next begins another document."""
+    targets_BT = labels_BT[:, 1:]
+    if documents_BT is None:
+        return targets_BT
+    return targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+
+
 def chunked_cross_entropy(hidden_NM: Tensor, weight_VM: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of −log softmax(hidden · weightᵀ)[label] in nats, float32, and the number of labels that count.
 
@@ -88,7 +96,7 @@ class ChunkLogits:
         torch.mm(hidden_CM, self.weight_VM.T, out=product_CV)
         return product_CV if self._logits_CV is self._product_CV else logits_CV.copy_(product_CV)
 
-    def for_products(self, gradient_CV: Tensor) -> Tensor:
+    def in_matmul_dtype(self, gradient_CV: Tensor) -> Tensor:
         """Return the gradient, which overwrote the logits, in the dtype of the matrix products."""
         if self._logits_CV is self._product_CV:
             return gradient_CV
@@ -130,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 chunk = slice(start, start + step)
                 logits_CV, has_target_C1 = logits.of(chunk), has_target_N[chunk, None]
                 loss += (loss_and_gradient(chunk, logits_CV) * has_target_C1).sum()
-                grad_CV = logits.for_products(logits_CV)
+                grad_CV = logits.in_matmul_dtype(logits_CV)
                 if grad_hidden is not None:
                     grad_hidden[chunk] = (grad_CV @ logits.weight_VM) * has_target_C1
                 if grad_weight is not None:

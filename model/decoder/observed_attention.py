@@ -8,7 +8,7 @@ class repeats its steps up to the products of queries and keys.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,23 @@ from torch import Tensor, nn
 OBSERVED = "groupwise_observed"
 """Our attention function's name in transformers."""
 
-Observer = Callable[[dict[str, Any]], None]
+
+class ObservedCall(NamedTuple):
+    """What an attention module received. Letters: B batch, H heads, T tokens, D head dimension."""
+
+    q: Tensor
+    """[B, H, T, D], after rotation."""
+    k: Tensor
+    """[B, K/V heads, T, D], after rotation."""
+    v: Tensor
+    """[B, K/V heads, T, D]."""
+    mask: Tensor
+    """[B, 1 or H, T, T], added to the logits."""
+    softmax: Callable[[Tensor, Tensor], Tensor]
+    """`softmax(products, mask)`: the weights of the products of queries and keys, as the class computes them."""
+
+
+Observer = Callable[[ObservedCall], None]
 
 
 def attention_function(model_type: str) -> str | None:
@@ -32,11 +48,7 @@ def attention_function(model_type: str) -> str | None:
 
 @contextmanager
 def observe_attention(model_type: str, attention: Any, observer: Observer) -> Iterator[None]:
-    """Call `observer` whenever this attention module of a model runs, with its queries, keys, values, mask and softmax.
-
-    That is `q`, `k` and `v` [B, heads, T, D] after rotation, the `mask` [B, 1 or heads, T, T] that is added to the
-    logits, and `softmax(products, mask)`, which turns the products of queries and keys into weights as the class does.
-    """
+    """Call `observer` whenever this attention module of a model runs."""
     if model_type not in _FROM_INPUTS:
         attention.observer = observer
         try:
@@ -55,12 +67,11 @@ def observe_attention(model_type: str, attention: Any, observer: Observer) -> It
         hook.remove()
 
 
-def attention_weights(call: Mapping[str, Any], q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+def attention_weights(call: ObservedCall, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
     """Return the weights, [H, S, T], that an observed attention gives to rotated queries at the positions `at_S`."""
     logits_GNT = q_HSD.reshape(len(k_GTD), -1, q_HSD.shape[2]) @ k_GTD.mT
     logits_1HST = logits_GNT.view(1, *q_HSD.shape[:2], k_GTD.shape[1])
-    weights_1HST: Tensor = call["softmax"](logits_1HST, call["mask"][:1, :, at_S])
-    return weights_1HST[0]
+    return call.softmax(logits_1HST, call.mask[:1, :, at_S])[0]
 
 
 def _observed_attention(
@@ -89,7 +100,7 @@ def _observed_attention(
     softmax = partial(_softmax, scale=scale, softcap=softcap, s_aux=s_aux)
     observer = getattr(module, "observer", None)
     if observer is not None:
-        observer({"q": query, "k": key, "v": value, "mask": attention_mask, "softmax": softmax})
+        observer(ObservedCall(query, key, value, attention_mask, softmax))
     key, value = (x.repeat_interleave(heads_per_group, dim=1) for x in (key, value))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
@@ -118,7 +129,7 @@ def _falcon(
     attention_mask: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **others: Any,
-) -> dict[str, Any]:
+) -> ObservedCall:
     """Falcon. Its mask holds ALiBi already. (Its eager code then adds ALiBi again; the default, SDPA, does not.)"""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
@@ -129,12 +140,12 @@ def _falcon(
     mask = attention_mask
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-    return {"q": q, "k": k, "v": v, "mask": mask, "softmax": partial(_softmax, scale=module.head_dim**-0.5)}
+    return ObservedCall(q, k, v, mask, partial(_softmax, scale=module.head_dim**-0.5))
 
 
 def _mpt(
     module: Any, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor, **others: Any
-) -> dict[str, Any]:
+) -> ObservedCall:
     """MPT. `position_bias` [heads, 1, contexts' maximum] is ALiBi, and `attention_mask` is true where it hides."""
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
@@ -142,7 +153,7 @@ def _mpt(
     q, k, v = (heads.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for heads in qkv.chunk(3, dim=2))
     bias = position_bias[None, :, :, -hidden_states.shape[1] :]
     mask = bias.masked_fill(attention_mask, torch.finfo(q.dtype).min)
-    return {"q": q, "k": k, "v": v, "mask": mask, "softmax": partial(_softmax, scale=module.softmax_scale)}
+    return ObservedCall(q, k, v, mask, partial(_softmax, scale=module.softmax_scale))
 
 
-_FROM_INPUTS: Mapping[str, Callable[..., dict[str, Any]]] = {"falcon": _falcon, "mpt": _mpt}
+_FROM_INPUTS: Mapping[str, Callable[..., ObservedCall]] = {"falcon": _falcon, "mpt": _mpt}

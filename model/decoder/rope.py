@@ -65,7 +65,8 @@ def _yarn(rope: Rope, dims_F: Tensor) -> tuple[Tensor, float]:
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    last += 0.001 * (first == last)
+    if first == last:
+        last += 0.001  # no division by zero
     interpolate_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     plain_F = 1.0 / rope.theta**dims_F
     return plain_F / factor * interpolate_F + plain_F * (1 - interpolate_F), _yarn_attention_factor(scaling, factor)

@@ -16,7 +16,7 @@ def _rotations(value: object, name: str) -> float:
     """Return a number of rotations, of which yarn takes the logarithm."""
     number = checks.number(value, name, above=0.0)
     if not 1e-6 <= number <= 1e6:
-        raise CheckpointError(f"{name} = {checks.show(value)}; it must be from 1e-6 to 1e6.")
+        raise CheckpointError(f"{name} = {checks.short_repr(value)}; it must be from 1e-6 to 1e6.")
     return number
 
 
@@ -79,24 +79,26 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     scaling = new or old
     if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise CheckpointError(
-            f"config.json has RoPE settings for {checks.show(nested[0])} alone; settings that differ from layer to "
+            f"config.json has RoPE settings for {checks.short_repr(nested[0])} alone; settings that differ from layer "
+            "to "
             "layer are not implemented."
         )
     bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
     if len(bases) == 2 and bases[0] != bases[1]:
         raise CheckpointError(
-            f"config.json has rope_theta = {checks.show(config['rope_theta'])}, and another in its rope_parameters "
-            f"({checks.show(scaling['rope_theta'])}), and programs differ in which they use; make them equal."
+            f"config.json has rope_theta = {checks.short_repr(config['rope_theta'])}, and another in its "
+            f"rope_parameters ({checks.short_repr(scaling['rope_theta'])}), and programs differ in which they "
+            "use; make them equal."
         )
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
-            f"the RoPE type {checks.show(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
+            f"the RoPE type {checks.short_repr(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
         )
     partial = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         raise CheckpointError(
-            f"partial_rotary_factor = {checks.show(partial)} is not implemented; only a full rotation is."
+            f"partial_rotary_factor = {checks.short_repr(partial)} is not implemented; only a full rotation is."
         )
     theta = _first(scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
     rope = Rope(
@@ -120,8 +122,9 @@ def _with_context(kind: str, scaling: Mapping[str, Any], config: Mapping[str, An
         return scaling
     if scaling.get(key) not in (None, config[key]):
         raise CheckpointError(
-            f"config.json has {key} = {checks.show(config[key])}, and another in its rope_parameters "
-            f"({checks.show(scaling[key])}), and programs differ in which they use; make them equal."
+            f"config.json has {key} = {checks.short_repr(config[key])}, and another in its "
+            f"rope_parameters ({checks.short_repr(scaling[key])}), and programs differ in which they "
+            "use; make them equal."
         )
     return {**scaling, key: config[key]}
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.common import checks
-from model.common.errors import CheckpointError, InputError, RunError, is_failure_of_device, is_lack_of_memory, naming
+from model.common.errors import CheckpointError, InputError, RunError, is_device_error, is_out_of_memory, prefix_path
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
@@ -181,7 +181,7 @@ def read_hf_config(folder: Path) -> Any:
     _check_layers(folder, values)
     family = FAMILIES.get(str(values.get("model_type")))
     if isinstance(family, Family):
-        with naming(folder):
+        with prefix_path(folder):
             check_class_settings(values, family, head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -222,7 +222,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any]) -> None:
             _check_layers(folder, value)
         elif key.endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
             raise CheckpointError(
-                f"{folder}/config.json has {key} = {checks.show(value)}; it must be at most {MAX_LAYERS}."
+                f"{folder}/config.json has {key} = {checks.short_repr(value)}; it must be at most {MAX_LAYERS}."
             )
 
 
@@ -245,10 +245,10 @@ def refusing(problem: str, running: bool = False) -> Iterator[None]:
         StrictDataclassError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
         MemoryError, OSError, RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
-        if running and (is_lack_of_memory(error) or (isinstance(error, OSError) and error.errno is not None)):
+        if running and (is_out_of_memory(error) or (isinstance(error, OSError) and error.errno is not None)):
             raise
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        if running and is_failure_of_device(error):
+        if running and is_device_error(error):
             raise RunError(f"the device failed ({message[:400]})") from error
         raise CheckpointError(f"{problem}: {message[:400]}") from error
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, check_size
-from model.decoder.losses import IGNORED
+from model.decoder.losses import IGNORED, next_token_targets
 from model.decoder.masks import document_mask, document_positions
 from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
 from model.families import FAMILIES
@@ -52,9 +53,7 @@ class TransformersModel(nn.Module):
         logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
         if labels_BT is None:
             return logits_BTV
-        targets_BT = labels_BT[:, 1:]
-        if documents_BT is not None:
-            targets_BT = targets_BT.masked_fill(documents_BT[:, 1:] != documents_BT[:, :-1], IGNORED)
+        targets_BT = next_token_targets(labels_BT, documents_BT)
         loss = F.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
         )
@@ -82,6 +81,8 @@ class TransformersModel(nn.Module):
                 f"documents of a row in its layers of the kind {' and '.join(others)}."
             )
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
+        if slides and window is not None:
+            window = checks.whole_number(window, "config.json has sliding_window")
         if slides and (window is None or seq_len > window):
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens here: "
@@ -194,8 +195,12 @@ def check_separation(model: TransformersModel) -> None:
     ids_BT[2, -1] += _PROBED
     ids_BT = (ids_BT % vocab_size).to(model.head_weight.device)
     documents_BT = (torch.arange(_PROBED, device=ids_BT.device) >= half).long().expand(3, -1)
-    first_TV, other_TV, later_TV = model(ids_BT, None, documents_BT)
-    (alone_TV,) = model(ids_BT[:1, half:], None, torch.zeros_like(documents_BT[:1, half:]))
+    problem = (
+        f"model_type {config.model_type!r} cannot be trained or evaluated here: its class does not run on a short text"
+    )
+    with refusing(problem, running=True):
+        first_TV, other_TV, later_TV = model(ids_BT, None, documents_BT)
+        (alone_TV,) = model(ids_BT[:1, half:], None, torch.zeros_like(documents_BT[:1, half:]))
     scale = first_TV.std()
     leaks = (first_TV[half:] - other_TV[half:]).abs().max() > _CLOSE * scale
     sees_later = (first_TV[:-1] - later_TV[:-1]).abs().max() > _CLOSE * scale

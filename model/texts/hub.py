@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from model.common import console
 from model.common.errors import InputError
 
 HUB = "hub:"
@@ -20,6 +21,8 @@ def hub_files(text: str) -> tuple[str, ...]:
     name, *rest = text.removeprefix(HUB).split(":")
     if len(rest) > 2 or not name:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
+    if not console.draws_bars():
+        datasets.disable_progress_bars()
     config, split = (None, *rest)[-2:] if rest else (None, None)
     try:
         # By default version 3 prompts on the terminal to run a dataset's script. Versions 4 and later run none.

@@ -21,7 +21,8 @@ from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
 from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
-from uptrain.budget.training_time import MFU, PEAK_FLOPS, count_parameters, flops_per_token
+from uptrain.budget.parameter_counts import count_parameters
+from uptrain.budget.training_time import MFU, PEAK_FLOPS, flops_per_token
 from uptrain.training.parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)

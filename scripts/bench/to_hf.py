@@ -11,6 +11,7 @@ file, by torch.distributed.checkpoint, and as GGUF in bfloat16. Medians are comp
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -135,7 +136,8 @@ def measure(name: str, source: Path, out: Path, rounds: int) -> Row:
     runs: dict[str, list[dict[str, float]]] = {who: [] for who in commands}
     for turn in range(rounds + 1):
         order = list(commands)
-        for who in order[turn % 3 :] + order[: turn % 3]:
+        random.Random(turn).shuffle(order)  # in a fixed order, each would always follow the same one
+        for who in order:
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             run = convert.measure(commands[who])

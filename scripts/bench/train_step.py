@@ -27,7 +27,7 @@ from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM as Theirs
 
 from model.decoder.config import read_llama_config
-from model.decoder.devices import faster_products
+from model.decoder.devices import fast_float32_matmul
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
 from scripts.bench.runs import SIZES
@@ -146,7 +146,7 @@ def operations_per_s(precision: str, device: str) -> float:
     """Return the speed of a matrix product of 4096 x 4096, the best of five."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, times = torch.ones(4096, 4096, dtype=dtype, device=device), []
-    with faster_products(device):
+    with fast_float32_matmul(device):
         for _ in range(6):
             started = time.perf_counter()
             (a @ a)[0, 0].item()  # waits for a GPU
@@ -184,7 +184,7 @@ def main() -> None:
                 )
                 # litgpt has other initial weights; both begin with nearly equal probabilities.
                 largest_difference = 0.02 if options.peer == "transformers" else 0.5
-                with faster_products(options.device):
+                with fast_float32_matmul(options.device):
                     row = compare(ours, theirs, options.rounds, largest_difference)
                 tokens = options.batch * options.length
                 speed = operations(size, n, options.batch, options.length) / row["ours_s"]

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from transformers.utils import logging
 
 from scripts.bench.runs import BUDGET, SEQ_LEN, Row, make_cache, make_documents, make_model, reset, settings, write_rows
-from uptrain.checkpoints.save_load import Checkpoints
+from uptrain.checkpoints.store import CheckpointStore
 from uptrain.runs.run import start
 
 FAR = 100_000
@@ -117,7 +117,7 @@ def compare_save(work: Path, rounds: int) -> Row:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    checkpoints = Checkpoints(work / "checkpoints", Accelerator(cpu=True), keep_last=1)
+    checkpoints = CheckpointStore(work / "checkpoints", Accelerator(cpu=True), keep_last=1)
     checkpoints.clean_up()
     step = 0
 

@@ -218,7 +218,7 @@ def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
     """Whatever the config says: the embedding's rows count."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
     tiny.edit_config(folder, vocab_size=stated)
-    words = "the model has 100 tokens; tokenizer.json, or a text of token ids, belongs to another model"
+    words = "the model has 100 tokens; the tokenizer, or a text of token ids, belongs to another model"
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(words)
 
 

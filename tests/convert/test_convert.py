@@ -113,6 +113,19 @@ def test_absent_or_null_key_becomes_explicit(convert, source, tmp_path, value):
     assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
 
 
+def test_a_staging_area_or_a_young_run_in_the_source_is_not_copied(convert, source, tmp_path):
+    """They name files of this machine, and hold tokens of texts that may be private."""
+    for name in (".run.data.groupwise/folder/tokens-00000.bin.partial", ".run.data.groupwise/lock", "run/run.json"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("private")
+    (source / "run/model").mkdir()
+    result = json.loads(convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--json").out)
+    assert result["left_out"] == [".run.data.groupwise/", "run/ (a training run, its data, or logits)"]
+    (tmp_path / "out/.x.groupwise").mkdir()
+    again = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--overwrite")
+    again.refused("holds more (such as .git or a training run)")
+
+
 def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path):
     for name in (
         "pytorch_model.bin",

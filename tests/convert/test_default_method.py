@@ -1,9 +1,12 @@
 """What `convert mha-to-gqa` does where no method is given: the best that the model allows, and it says which."""
 
 import json
+import lzma
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiny
 from tiny_tokenizers import make_tokenizer
@@ -95,3 +98,45 @@ def test_without_torch(source, tmp_path):
     assert "--method mean" in refused.stderr
     subprocess.run([*command, "--method", "mean"], capture_output=True, check=True)
     assert record(tmp_path / "out").items() >= MEAN.items()
+
+
+def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):
+    """Made of a vocabulary and its merges by transformers, it gives the same tokens."""
+    whole = json.loads((source / "tokenizer.json").read_text())["model"]
+    slow = shutil.copytree(source, tmp_path / "slow")
+    (slow / "tokenizer.json").unlink()
+    (slow / "vocab.json").write_text(json.dumps(whole["vocab"]))
+    (slow / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in whole["merges"]) + "\n")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>"}
+    (slow / "tokenizer_config.json").write_text(json.dumps(settings))
+    for folder in (source, slow):
+        chosen(convert, folder, tmp_path / f"{folder.name}-out", *TOKENS)
+    whole_ids, slow_ids = (
+        np.frombuffer(lzma.decompress((tmp_path / f"{name}-out/groupwise_calibration.xz").read_bytes()), "<u2")
+        for name in ("source", "slow")
+    )
+    body = whole_ids.reshape(-1, 64)[:, 1:].ravel()  # without the token that this tokenizer puts first
+    assert np.array_equal(slow_ids[: len(body)], body)
+
+
+def test_a_vocabulary_that_cannot_be_opened(convert, source, tmp_path):
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"\nof sentencepiece")
+    convert("mha-to-mqa", source, tmp_path / "out").refused(
+        f"{source} has no tokenizer.json, which calibrating needs", "pip install sentencepiece protobuf"
+    )
+
+
+def test_a_vocabulary_of_tiktoken(convert, source, tmp_path):
+    """Llama 3's file has the name of Llama 2's."""
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    convert("mha-to-mqa", source, tmp_path / "out").refused(
+        "no tokenizer.json", "a file of tiktoken", "save_pretrained"
+    )
+
+
+def test_a_text_that_describes_the_tokenizer_only(convert, source, tmp_path):
+    """Without a vocabulary, transformers would make an empty tokenizer."""
+    (source / "tokenizer.json").unlink()
+    convert("mha-to-mqa", source, tmp_path / "out").refused("has no tokenizer.json", "save_pretrained")

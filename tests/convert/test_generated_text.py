@@ -12,7 +12,7 @@ from numerics.test_other_families import t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
-from convert.calibration.generated_text import GeneratedText
+from convert.calibration.generated_text import TextGeneration
 from convert.calibration_text.text import split_name
 from model.checkpoint import open_checkpoint
 
@@ -50,7 +50,7 @@ def kept(out):
 
 def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
     with open_checkpoint(folder) as checkpoint:
-        text = generated_text.GeneratedText(checkpoint, first, n_windows, 64, seed)
+        text = generated_text.TextGeneration(checkpoint, first, n_windows, 64, seed)
         return text.write(folder.parent / scratch, lambda n: None)
 
 
@@ -189,8 +189,8 @@ def test_a_model_too_large_for_memory(convert, source, tmp_path, monkeypatch):
 
 def test_plan_says_memory_and_time(convert, source, tmp_path, monkeypatch):
     """Also those of writing the text, which here are far above those of reading it."""
-    monkeypatch.setattr(GeneratedText, "memory", lambda self, n_embeddings: 10**9)
-    monkeypatch.setattr(GeneratedText, "n_steps", 10**6)
+    monkeypatch.setattr(TextGeneration, "memory", lambda self, n_embeddings: 10**9)
+    monkeypatch.setattr(TextGeneration, "n_steps", 10**6)
     plans = {
         name: json.loads(
             convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", name, "--dry-run", "--json").out
@@ -205,7 +205,7 @@ def test_plan_says_memory_and_time(convert, source, tmp_path, monkeypatch):
 def test_memory_is_the_weights_the_cache_and_the_logits(source):
     with open_checkpoint(source) as checkpoint:
         config, n_bytes = checkpoint.config, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        text = generated_text.GeneratedText(checkpoint, (), 16, 64, 0)
+        text = generated_text.TextGeneration(checkpoint, (), 16, 64, 0)
     layers, heads, size = (config[k] for k in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     cache = 2 * 2 * layers * heads * size * 64 * 16
     assert n_bytes + cache < text.memory(300) < n_bytes + cache + 16 * 300 * 16

@@ -45,7 +45,7 @@ def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path,
     result = convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0)
     assert result.code == 0, result.err
     assert divergence(latent.logits(source), latent.logits(tmp_path / "out")) < 1e-7
-    assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every plane once
+    assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every pair once
 
 
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
@@ -83,7 +83,7 @@ def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
     record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
     (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
     result = convert("verify", source, out)
-    assert (result.code, "layer 1 has a held-out error" in result.err) == (3, True), result.err
+    assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 
 
 def test_verify_finds_a_change_of_any_kind(convert, source, tmp_path):
@@ -242,10 +242,10 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
         positions, sizes = work.recipe.positions, work.sizes
         before, channels = work.read(checkpoint), frequencies_at(work.rope, positions)
-        planes = np.array(work.rope.frequencies)
+        own = np.array(work.rope.frequencies)
         fitted = solve(before, sums.moments(), sizes, work.rope, positions)
-        pairs = list(enumerate(sums.pairs))
-        after = solve_queries(layer, before, fitted, sizes, (planes, channels), pairs)
+        drawn_keys = list(enumerate(sums.drawn_keys))
+        after = solve_queries(layer, before, fitted, sizes, (own, channels), drawn_keys)
         head, features, targets = 3, [], []
 
         def rotate(rows, x, distance, frequencies):
@@ -253,13 +253,13 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
             rotated = (x @ (rows[:half] + 1j * rows[half:]).T) * np.exp(1j * distance[..., None] * frequencies)
             return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
-        for window, drawn in pairs:
+        for window, drawn in drawn_keys:
             x = layer.inputs([window])[0].double().numpy()
             at = drawn.at_HSC[head].numpy()
             distance = at - drawn.at_S.numpy()[:, None]
             feature = [rotate(fitted.key_RX, x[at], distance, channels), x[at] @ fitted.latent_LX.T]
             features.append(np.concatenate(feature, axis=-1))
-            targets.append(rotate(before.k_KDX[head], x[at], distance, planes))
+            targets.append(rotate(before.k_KDX[head], x[at], distance, own))
         features, targets = (np.concatenate(each) for each in (features, targets))
         features, targets = (
             (each - each.mean(axis=1, keepdims=True)).reshape(-1, each.shape[2]) for each in (features, targets)

@@ -92,7 +92,7 @@ def test_verify_finds_a_worse_refined_layer(convert, source, tmp_path, value):
     record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
     (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
     result = convert("verify", source, out)
-    assert (result.code, "layer 1 has a held-out error" in result.err) == (3, True), result.err
+    assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 
 
 def test_refinement_without_gain_is_dropped(convert, source, tmp_path, monkeypatch):

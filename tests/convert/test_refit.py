@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from convert.calibration.layer_stream import HELD_OUT_EVERY
+from convert.calibration.layer_stream import VALIDATION_EVERY
 from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
 from convert.merging.weights import LayerAttention
 
@@ -38,7 +38,7 @@ def test_refit_finds_the_true_projection(noise):
     merged, truth = layer(rng), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
     samples = list(windows(rng, lambda i, h: h @ truth.T + noise * rng.normal(size=(WINDOW, HIDDEN))))
     fitted = projection(refit_output(merged, answers(samples)))
-    fit = [pair for pair in samples if pair[0] % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    fit = [pair for pair in samples if pair[0] % VALIDATION_EVERY != VALIDATION_EVERY - 1]
     x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
     old = projection(merged)
     expected = []
@@ -57,7 +57,7 @@ def test_refit_without_held_out_gain_is_dropped():
     old, other = projection(merged), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
 
     def target(index, heads):
-        return heads @ (old - other if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else old + other).T
+        return heads @ (old - other if index % VALIDATION_EVERY == VALIDATION_EVERY - 1 else old + other).T
 
     assert refit_output(merged, answers(windows(rng, target))) is merged
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from convert.merging.layer import rounded
 from convert.merging.rounding import round_once, widen
+from model.common.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -30,6 +32,11 @@ def nearest_bfloat16(x: float) -> np.float32:
 @example(1 + 3 * 2**-8)
 def test_bfloat16_is_the_nearest(x):
     assert round_once(np.array([x]), BF16).astype(np.float32)[0] == nearest_bfloat16(x)
+
+
+def test_a_number_too_large_for_the_dtype_is_refused():
+    with pytest.raises(CheckpointError, match=r"x\.weight does not fit into its dtype float16; use --method mean"):
+        rounded("x.weight", np.array([1e6]), np.dtype(np.float16))
 
 
 def test_a_plain_cast_would_be_wrong():

@@ -3,12 +3,14 @@
 import json
 import shutil
 import time
+from contextlib import contextmanager
 
 import pytest
 import tiny
 
 from convert.verification import verify
 from model.checkpoint import open_checkpoint
+from model.common import console
 
 
 @pytest.fixture
@@ -71,13 +73,18 @@ def test_an_interrupt_leaves_the_rest_unread(source, out, monkeypatch):
         compared.append(name)
         return []
 
-    def interrupt(nbytes):
-        raise KeyboardInterrupt
+    @contextmanager
+    def interrupt(*arguments):
+        def advance(nbytes):
+            raise KeyboardInterrupt
+
+        yield advance
 
     monkeypatch.setattr(verify, "_compare_tensor", compare_slowly)
+    monkeypatch.setattr(console, "progress_bar", interrupt)
     with open_checkpoint(source) as checkpoint:
         with pytest.raises(KeyboardInterrupt):
-            verify.verify(checkpoint, out, interrupt, 1)
+            verify.verify(checkpoint, out, 1)
         time.sleep(0.5)
         assert len(compared) < len(checkpoint.tensors) / 2
 

@@ -32,13 +32,27 @@ def endless(path):
     path.write_bytes(lzma.compress(bytes(1 << 26)))
 
 
-@pytest.mark.parametrize("harm", [lost, damaged, of_another_text, endless])
-def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm):
+def no_xz(path):
+    path.write_bytes(b"no xz")
+
+
+OTHER_TOKENS = "does not hold the tokens that were recorded at conversion"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lost, "which keeps the tokens it was calibrated on"), (no_xz, "is damaged ("), (damaged, OTHER_TOKENS),
+        (of_another_text, OTHER_TOKENS), (endless, OTHER_TOKENS),
+    ],
+)  # fmt: skip
+def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm, reason):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0
     harm(out / TOKENS)
     result = convert("verify", parent, out)
     assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (4, True)
+    assert reason in result.err
     assert "all agree" not in result.out
     report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], report["n_regrouped"], len(report["unchecked"])) == (False, 0, 1)

@@ -1,15 +1,13 @@
 """GGUF files whose headers lie: each is read, or refused in one line, at once and without memory."""
 
 import random
-import resource
 import struct
-import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
+from limits import bounded
 from refusals import refuser
 
 from model.checkpoint import open_checkpoint
@@ -39,15 +37,6 @@ def tensor(name=b"token_embd.weight", shape=(4, 4), kind=F32, offset=0):
 def header(pairs=(), tensors=(), n_pairs=None, n_tensors=None, version=3, order="<"):
     counts = (len(tensors) if n_tensors is None else n_tensors, len(pairs) if n_pairs is None else n_pairs)
     return b"GGUF" + struct.pack(f"{order}IQQ", version, *counts) + b"".join([*pairs, *tensors])
-
-
-@contextmanager
-def bounded(seconds=2.0, megabytes=200):
-    """Check that what is done inside takes little time, and little more memory than was taken before."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    yield
-    assert time.process_time() - start < seconds
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < megabytes * 1000
 
 
 FILES = {
@@ -95,7 +84,7 @@ def test_lying_headers(convert, tmp_path, name):
     path = tmp_path / "x.gguf"
     path.write_bytes(content + bytes(32))
     convert("to-hf", tmp_path / "x.gguf", tmp_path / "warm")  # imports what reading GGUF needs
-    with bounded():
+    with bounded(200, 2.0):
         convert("inspect", path).refused("x.gguf", words)
 
 
@@ -104,7 +93,7 @@ def test_an_enormous_sparse_text(convert, tmp_path):
     with path.open("wb") as file:
         file.write(header([pair(b"tokenizer.chat_template", STRING, struct.pack("<Q", 50 << 30))]))
         file.truncate(51 << 30)
-    with bounded():
+    with bounded(200, 2.0):
         convert("inspect", path).refused("x.gguf", "header does not end within 100,000,000 bytes")
 
 
@@ -148,7 +137,7 @@ def test_any_header(whole, tmp_path, seed):
     path, rng, refused = tmp_path / "x.gguf", random.Random(seed), 0
     for _ in range(MUTATIONS):
         path.write_bytes(mutated(content, end, rng))
-        with bounded():
+        with bounded(200, 2.0):
             try:
                 with open_checkpoint(path) as checkpoint:
                     for name, stored in checkpoint.tensors.items():
@@ -276,7 +265,7 @@ def test_gguf_mlp_of_another_size(refuse, tmp_path):
 def test_a_vocabulary_that_is_cut_in_too_many_ways():
     """All of a…ab…b: every cut of a token gives two tokens. The number grows with the cube of the length."""
     vocabulary = [f"{'a' * i}{'b' * j}" for i in range(150) for j in range(150) if i + j]
-    with bounded(seconds=10.0, megabytes=400), pytest.raises(CheckpointError, match="can be cut in more than"):
+    with bounded(400, 10.0), pytest.raises(CheckpointError, match="can be cut in more than"):
         _merges_from_scores(vocabulary, [0.0] * len(vocabulary), [1] * len(vocabulary))
 
 

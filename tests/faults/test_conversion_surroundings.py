@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from convert.calibration.generated_text import GeneratedText
+from convert.calibration.generated_text import TextGeneration
 from convert.calibration.transformers_layer import TransformersLayer
 from convert.merging.layer_file import save_layer
 from model.checkpoint import open_checkpoint
@@ -140,7 +140,7 @@ def test_the_text_that_was_written_is_that_of_the_tokenizer(source):
 
     def inputs():
         with open_checkpoint(source) as checkpoint:
-            return GeneratedText(checkpoint, (0,), 4, 64, 0).inputs_sha256
+            return TextGeneration(checkpoint, (0,), 4, 64, 0).inputs_sha256
 
     before = inputs()
     (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")

@@ -4,13 +4,11 @@ import gzip
 import io
 import json
 import lzma
-import time
-import tracemalloc
 import zlib
-from contextlib import contextmanager
 
 import pytest
 import tiny
+from limits import bounded
 from tiny_tokenizers import make_tokenizer
 
 from model.common.errors import InputError
@@ -41,19 +39,6 @@ def bombs():
 def small_limit(monkeypatch):
     """Lower the limit of a line, so that little has to be decompressed to reach it."""
     monkeypatch.setattr(compressed, "MAX_LINE_BYTES", LIMIT)
-
-
-@contextmanager
-def bounded(megabytes, seconds=5.0):
-    start = time.monotonic()
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < megabytes << 20
-    assert time.monotonic() - start < seconds
 
 
 @pytest.mark.parametrize(("suffix", "megabytes"), [(".gz", 5), (".xz", 5), (".zst", 40)])

@@ -46,7 +46,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_bytes_changed_are_read_or_refused(convert, small_files, small_outputs, tmp_path, kind, data):
     """A changed byte of a weight is no error; a changed byte of anything else is a refusal in one line."""

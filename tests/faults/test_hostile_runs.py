@@ -151,7 +151,7 @@ def test_damaged_states(uptrain, hostile, state, command):
 
 def test_metadata_are_read_as_torch_reads_them(stopped):
     """Names, dtypes, shapes and places, of tensors and of all else."""
-    from uptrain.checkpoints.save_load import _Reader
+    from uptrain.checkpoints.tensors import _Reader
 
     tensors = stopped / "checkpoints/step-00000001/tensors"
     ours, theirs = _Reader(tensors).read_metadata(), FileSystemReader(tensors).read_metadata()

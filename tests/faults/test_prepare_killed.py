@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import forks
@@ -16,7 +17,7 @@ from self_kill import start_self_killing
 
 from model.common.errors import InputError
 from model.common.staging import Staging
-from uptrain.data.prepare import work_units
+from uptrain.data.prepare import work_units, workers
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.token_cache import TokenCache
 
@@ -75,7 +76,10 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     assert killed >= (2 if share else 8)
 
 
-SLOW = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 200_000"
+SLOW = (
+    "import os, time; from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 200_000; fsync = os.fsync; "
+    "os.fsync = lambda descriptor: (time.sleep(0.05), fsync(descriptor))"
+)
 
 
 @pytest.fixture
@@ -184,8 +188,22 @@ def test_killed_worker(start_slow, tmp_path, tokenizer, long_source, n_workers):
     assert "the same command continues from there" in result.err
 
 
+def test_a_pool_that_broke_before_the_next_piece(prepare, ids_source, monkeypatch):
+    """A worker may be killed while this process is busy elsewhere."""
+
+    def submit(*arguments):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(workers.ProcessPoolExecutor, "submit", submit)
+    result = prepare(ids_source, ids=True)
+    assert (result.code, "a worker process was killed, perhaps for lack of memory" in result.err) == (1, True)
+
+
 def command_line(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):

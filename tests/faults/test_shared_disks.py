@@ -20,7 +20,7 @@ from self_kill import run_self_killing
 from staged import MEAN, left_behind
 
 from model.common.errors import InputError
-from model.common.files import FileLock, LockedError
+from model.common.files import FileLock, LockedError, lies_in
 from model.common.staging import Staging
 from uptrain.runs.folder import locked
 
@@ -157,13 +157,20 @@ def test_without_flock(writers, tmp_path, no_flock, name):
 
 
 def test_without_flock_a_killed_owner_is_noticed(tmp_path, no_flock):
-    """On this machine; of others nobody can tell whether they still live."""
+    """On this machine; of others nobody can tell whether they still live.
+
+    The process id of the owner may be that of another process by now: a container that starts again often has the same.
+    """
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     owner = tmp_path / "lock.owner"
     with FileLock(tmp_path / "lock"):
         identity = json.loads(owner.read_text())
-    for change, is_free in (({"pid": ended.pid}, True), ({"host": "other"}, False), ({"pid": os.getpid()}, False)):
+    changes = (
+        ({"pid": ended.pid}, True), ({"started": identity["started"] - 60}, True), ({}, False),
+        ({"host": "other"}, False), ({"pid": ended.pid, "pid_namespace": "pid:[1]"}, False),
+    )  # fmt: skip
+    for change, is_free in changes:
         owner.write_text(json.dumps(identity | change))
         if is_free:
             with FileLock(tmp_path / "lock"):
@@ -278,3 +285,25 @@ def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_pat
         shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
     assert code == 0
     assert n > 20
+
+
+def test_one_folder_under_two_names(tmp_path, monkeypatch):
+    """A disk that ignores case, or that is mounted twice, names a folder in ways that no resolving tells apart."""
+    (tmp_path / "model/inside").mkdir(parents=True)
+    (tmp_path / "MODEL").symlink_to(tmp_path / "model")
+    monkeypatch.setattr(Path, "resolve", Path.absolute)
+    assert lies_in(tmp_path / "MODEL", tmp_path / "model")
+    assert lies_in(tmp_path / "MODEL/inside", tmp_path / "model")
+    assert not lies_in(tmp_path / "model", tmp_path / "MODEL/inside")
+    assert not lies_in(tmp_path / "other", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("LINK", "is SOURCE or lies"), ("LINK/deeper", "is SOURCE or lies"), (".", "OUT")]
+)
+def test_source_under_another_name_is_not_replaced(convert, source, tmp_path, monkeypatch, out, words):
+    (tmp_path / "LINK").symlink_to(source)
+    monkeypatch.setattr(Path, "resolve", Path.absolute)
+    before = tiny.snapshot(source)
+    convert("mha-to-gqa", source, tmp_path / out, *MEAN, "--overwrite").refused(words)
+    assert tiny.snapshot(source) == before

@@ -14,7 +14,7 @@ from fault_injection import Fault, Faults, run
 from faulty_runs import ROTATION, SAVE, UNFINISHED, error_of, only_error, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
-from uptrain.checkpoints import save_load
+from uptrain.checkpoints import store
 
 
 def refused(out):
@@ -208,14 +208,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from uptrain.checkpoints.save_load import SaveError, _write_tensors
+from uptrain.checkpoints.tensors import SaveError, write_tensors
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 module = nn.Linear(300, 300)
 try:
-    _write_tensors(Path(sys.argv[1]), module, torch.optim.AdamW(module.parameters()))
+    write_tensors(Path(sys.argv[1]), module, torch.optim.AdamW(module.parameters()))
 except SaveError as error:
     print(error)
 dist.destroy_process_group()
@@ -234,12 +234,10 @@ def test_the_cause_reaches_all_ranks(tmp_path):
 def test_machines_that_do_not_share_the_folder(tmp_path, uptrain, monkeypatch):
     """A second machine whose disk lacks the run's folder, or has another folder of that name."""
     inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
-    monkeypatch.setattr(save_load, "gather", lambda _, value: [value, False] if value is True else [value])
+    monkeypatch.setattr(store, "gather", lambda _, value: [value, False] if value is True else [value])
     uptrain(*real_runs.arguments(inputs, out)).refused("not every process finds", "that all machines share")
     elsewhere = {"tensors/__1_0.distcp": {"bytes": 1, "sha256": "0"}}
-    monkeypatch.setattr(
-        save_load, "gather", lambda _, value: [value, elsewhere] if isinstance(value, dict) else [value]
-    )
+    monkeypatch.setattr(store, "gather", lambda _, value: [value, elsewhere] if isinstance(value, dict) else [value])
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "second"))
     assert result.code == 1, result
     assert "another process wrote tensors/__1_0.distcp to a disk of its own" in result.err
@@ -260,6 +258,17 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
     saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
     # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
-    monkeypatch.setattr(save_load, "SPARE", 0)
+    monkeypatch.setattr(store, "SPARE", 0)
     assert "Warning: a checkpoint takes about" not in start("enough", 2.25 * sum(saved))
     assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 2 * sum(saved))
+
+
+def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):
+    """The decay begins after step 10. Then the checkpoint before is kept, though later ones are whole."""
+    out = tmp_path / "run"
+    faults = Faults([Fault("no space", "save 10: before rename .unfinished-step-00000010")])
+    run(*runs.arguments(out), folder=tmp_path, faults=faults)
+    assert refused(out) == ([10], {"[Errno 28] No space left on device"})
+    assert checkpoints(out) == ["step-00000008", "step-00000012"]
+    succeed(("extend", out, "--out", tmp_path / "longer", "--steps", "16"), tmp_path)
+    assert status(tmp_path / "longer") == ("finished", 16)

@@ -192,6 +192,12 @@ def test_where_something_is_already(inputs, tmp_path):
     assert error == f"{inputs['data']} exists already; choose another --out."
 
 
+def test_out_below_a_file(inputs, tmp_path):
+    (tmp_path / "file").write_text("x")
+    error = error_of(run(*real_runs.arguments(inputs, tmp_path / "file/run"), folder=tmp_path), 2)
+    assert error == f"{tmp_path / 'file'} cannot be written to; choose another --out."
+
+
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_lacks_a_tensor(inputs, tmp_path, sharded):
     """Sharded, only the main process reads it, and the other must hear of it."""

@@ -31,7 +31,7 @@ def test_fit_with_refit(convert, tmp_path, device, family):
     ],
 )
 def test_other_ways(convert, tmp_path, device, family, options):
-    """Training magnifies rounding, so `verify` compares refined layers by their held-out errors."""
+    """Training magnifies rounding, so `verify` compares refined layers by their validation errors."""
     verify_on_both(convert, tmp_path, device, convert_on_both(convert, tmp_path, device, family, *options))
 
 

@@ -146,7 +146,7 @@ def latents(tmp_path_factory):
     source = interop.make_source(place / "source", "llama", tokenizer, **interop.WIDE)
     fixed = ("--latent", 48, "--calibration", "none")
     for name, (frequencies, _, _) in LATENT.items():
-        # 16 numbers are two channels for each plane of a head of 8, which only longrope expresses.
+        # 16 numbers are two channels for each pair of a head of 8, which only longrope expresses.
         rope = 16 if frequencies == "longrope" else 8
         interop.call("mha-to-mla", source, place / name, *fixed, "--rope", rope, "--frequencies", frequencies)
     options = ("--rope", 8, "--frequencies", "stock", "--latent-norm", "bias")

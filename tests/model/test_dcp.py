@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from model import load_model
 from model.checkpoint import open_checkpoint
-from uptrain.checkpoints.save_load import Checkpoints
+from uptrain.checkpoints.store import CheckpointStore
 from uptrain.training.module import LossModule
 
 
@@ -171,7 +171,7 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
     optimizer.step()
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    Checkpoints(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(loss_module, optimizer, {"step": 1})
+    CheckpointStore(run / "checkpoints", Accelerator(cpu=True), keep_last=1).save(loss_module, optimizer, {"step": 1})
     tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()
@@ -210,3 +210,19 @@ def test_where_config_is_found(convert, tmp_path, where):
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8
     if where != "above":
         convert("inspect", path.parent).refused("itself holds no weights", "name the folder of its tensors", str(path))
+
+
+def test_a_project_around_the_checkpoint_is_not_copied(convert, tmp_path):
+    """config.json lies in the folder above, among files that are nobody's business."""
+    model = tiny.build()
+    folder = tiny.save(model, tmp_path / "project")
+    (folder / "model.safetensors").unlink()
+    for name in (".env", "train.py", "nohup.out", "vocab.json"):
+        (folder / name).write_text("x")
+    (folder / "latest").symlink_to("step-900")
+    path = write_dcp(folder / "step-7", prefixed(model.state_dict(), ""), 2)
+    result = json.loads(convert("to-hf", path, tmp_path / "out", "--json").out)
+    assert set(result["left_out"]) >= {".env", "train.py", "nohup.out", "latest"}
+    copied = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "vocab.json" in copied
+    assert not copied & {".env", "train.py", "nohup.out", "latest"}

@@ -52,7 +52,7 @@ def test_torchtitan_converts_as_the_hugging_face_folder_does(convert, tmp_path, 
 def test_torchtitan_s_rows_in_any_run(tmp_path, shape, fused):
     model = tiny.build(**{"num_key_value_heads": 4, **shape})
     with open_checkpoint(titan(tmp_path, model, new=fused, fused=fused)[1]) as checkpoint:
-        assert list(checkpoint.tensors) == sorted(model.state_dict(), key=list(checkpoint.tensors).index)
+        assert checkpoint.tensors.keys() == model.state_dict().keys()
         for name, tensor in model.state_dict().items():
             for start, stop in ((0, len(tensor)), (0, 1), (3, 7), (len(tensor) - 1, len(tensor))):
                 assert np.array_equal(checkpoint.rows(name, start, stop), tensor.numpy()[start:stop]), name
@@ -61,7 +61,7 @@ def test_torchtitan_s_rows_in_any_run(tmp_path, shape, fused):
         assert permuted == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in (0, 1) for x in rewritten}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(["Hugging Face", "torchtitan", "renamed", "fused", "OLMo-core"]))
 def test_any_model_in_any_pieces(tmp_path_factory, data, kind):
     """Head counts, dtypes, prefixes, and the number and direction of the pieces that processes wrote."""

@@ -48,20 +48,20 @@ def test_float64_without_it_on_the_device():
 
 
 @pytest.mark.parametrize(("is_exact", "precision"), [(True, "medium"), (False, "highest")])
-def test_faster_products_are_kept_where_they_are_exact(monkeypatch, is_exact, precision):
+def test_float32_matmuls_are_kept_where_they_are_exact(monkeypatch, is_exact, precision):
     monkeypatch.setattr(devices, "_is_exact", lambda: is_exact)
-    with devices.faster_products("cpu"):
+    with devices.fast_float32_matmul("cpu"):
         assert torch.get_float32_matmul_precision() == precision
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_faster_products_round_to_float32_only():
+def test_float32_matmuls_round_to_float32_only():
     """On any processor, also one that rounds to bfloat16 where it may."""
     a, b = (torch.randn(300, 300, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     exact = a.double() @ b.double()
-    with devices.faster_products("cpu"):
+    with devices.fast_float32_matmul("cpu"):
         assert (a @ b - exact).norm() <= 1e-6 * exact.norm()
     assert torch.get_float32_matmul_precision() == "highest"
-    with pytest.raises(ZeroDivisionError), devices.faster_products("cpu"):
+    with pytest.raises(ZeroDivisionError), devices.fast_float32_matmul("cpu"):
         _ = 1 / 0
     assert torch.get_float32_matmul_precision() == "highest"

@@ -59,7 +59,7 @@ def test_every_kind_is_dequantised_as_the_gguf_package_does(tmp_path, kind):
         assert checkpoint.span("model.layers.1.self_attn.k_proj.weight") is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), kind=st.sampled_from(["F32", "F16", "BF16", "Q8_0"]))
 def test_any_llama_is_what_the_gguf_package_reads(tmp_path_factory, data, kind):
     n_kv_heads, head_dim = data.draw(st.sampled_from([1, 2, 4])), 2 * data.draw(st.integers(1, 8))
@@ -144,7 +144,7 @@ def test_factors_beside_another_scaling(convert, tmp_path, kind, factor, refused
     if refused:
         result.refused(f"scales the rotary embedding twice, by rope_freqs.weight and by the type '{kind}'")
     else:
-        assert "twice" not in result.err
+        assert result.code == 0, result.err
 
 
 def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):

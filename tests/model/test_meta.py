@@ -42,7 +42,7 @@ def test_grouped_heads_also_where_files_outnumber_them(convert, tmp_path, n_file
 
 
 @pytest.mark.parametrize("method", ["mean", "first"])  # random heads have no order to keep
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     groups=st.sampled_from([1, 2, 4]), per_group=st.sampled_from([1, 2, 3]), half=st.integers(1, 4), seed=st.integers(0)
 )
@@ -66,7 +66,7 @@ def test_permuting_commutes_with_merging(method, groups, per_group, half, seed):
 def test_any_rows_are_the_original_s(tmp_path, n_files):
     model = tiny.build(**SHAPE)
     with open_checkpoint(write_meta(tmp_path / "meta", model, n_files)) as checkpoint:
-        assert list(checkpoint.tensors) == sorted(model.state_dict(), key=list(checkpoint.tensors).index)
+        assert checkpoint.tensors.keys() == model.state_dict().keys()
         for name, tensor in model.state_dict().items():
             for start, stop in ((0, len(tensor)), (0, 1), (3, 21), (17, 18), (len(tensor) - 1, len(tensor))):
                 assert np.array_equal(checkpoint.rows(name, start, stop), tensor.numpy()[start:stop]), name
@@ -187,7 +187,7 @@ def llamas(draw):
     return shape, n_files, {**how, "fused": draw(st.booleans())}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(llama=llamas(), data=st.data())
 def test_any_llama_with_any_model_parallel_split(tmp_path_factory, llama, data):
     shape, n_files, how = llama

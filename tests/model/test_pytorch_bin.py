@@ -123,7 +123,7 @@ def views(draw):
     return tensors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tensors=views(), n_shards=st.integers(1, 3))
 def test_any_views_of_shared_storages(tmp_path_factory, tensors, n_shards):
     folder = tmp_path_factory.mktemp("views")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from model.checkpoint import Shard, Tensor
+from model.checkpoint import Shard, TensorInfo
 from model.checkpoint.formats.safetensors import SafetensorsFolder, read_header
 from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards
 from model.common.errors import CheckpointError
@@ -50,7 +50,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tables = st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(list(DTYPES)), shapes), max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(table=tables.filter(lambda t: "__metadata__" not in t))
 def test_headers_of_the_library_are_read(tmp_path_factory, table):
     path = tmp_path_factory.mktemp("h") / "x.safetensors"
@@ -59,13 +59,13 @@ def test_headers_of_the_library_are_read(tmp_path_factory, table):
     assert {t.name: (t.dtype, t.shape) for t in header.tensors.values()} == table
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(table=tables.filter(lambda t: "__metadata__" not in t), seed=st.integers(0, 100))
 def test_the_library_reads_what_we_write(tmp_path_factory, table, seed):
     path, rng = tmp_path_factory.mktemp("w") / "x.safetensors", np.random.default_rng(seed)
     values = {n: rng.integers(0, 2, size=shape).astype(DTYPES[dtype]) for n, (dtype, shape) in table.items()}
     # The library wants tensors aligned, as it sorts them itself: largest dtype first.
-    tensors = sorted((Tensor(n, *table[n]) for n in table), key=lambda t: -np.dtype(DTYPES[t.dtype]).itemsize)
+    tensors = sorted((TensorInfo(n, *table[n]) for n in table), key=lambda t: -np.dtype(DTYPES[t.dtype]).itemsize)
     file = ShardFile(path, tensors, {"note": "é"})
     for tensor in reversed(tensors):
         rows = np.atleast_1d(values[tensor.name])
@@ -79,7 +79,7 @@ def test_the_library_reads_what_we_write(tmp_path_factory, table, seed):
         assert opened.metadata() == {"note": "é", "format": "pt"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=200), length=st.integers(0, 200))
 def test_garbage_is_refused_in_words(tmp_path_factory, data, length):
     path = tmp_path_factory.mktemp("g") / "x.safetensors"
@@ -99,7 +99,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), json_values, max_size=3))
 def test_any_json_is_read_or_refused(tmp_path_factory, header):
     path = tmp_path_factory.mktemp("j") / "x.safetensors"
@@ -113,12 +113,12 @@ def test_any_json_is_read_or_refused(tmp_path_factory, header):
 
 def test_header_is_padded_to_eight_bytes():
     for n in range(1, 20):
-        assert len(header_bytes([Tensor("a" * n, "F32", (3,))], {})) % 8 == 0
+        assert len(header_bytes([TensorInfo("a" * n, "F32", (3,))], {})) % 8 == 0
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), limit=st.integers(1, 60))
 def test_shards_hold_everything_in_order_within_the_limit(sizes, limit):
-    tensors = [Tensor(str(i), "U8", (n,)) for i, n in enumerate(sizes)]
+    tensors = [TensorInfo(str(i), "U8", (n,)) for i, n in enumerate(sizes)]
     groups = divide(tensors, limit)
     assert [t for group in groups for t in group] == tensors
     for group in groups:
@@ -128,7 +128,7 @@ def test_shards_hold_everything_in_order_within_the_limit(sizes, limit):
 
 
 def test_a_single_file_has_no_index():
-    tensors = {"a": Tensor("a", "F32", (2,))}
+    tensors = {"a": TensorInfo("a", "F32", (2,))}
     assert index_text([Shard("model.safetensors", ("a",))], tensors) is None
     index = json.loads(index_text([Shard("model-00001-of-00001.safetensors", ("a",))], tensors) or b"")
     assert index == {"metadata": {"total_size": 8}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}

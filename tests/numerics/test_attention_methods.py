@@ -27,32 +27,32 @@ from model.checkpoint import open_checkpoint
 N_HEADS, HEAD_DIM, HIDDEN = 8, 6, 64
 
 
-def planes(rows_NDX: np.ndarray, n_rotary_pairs: int) -> np.ndarray:
+def pairs(rows_NDX: np.ndarray, n_rotary_pairs: int) -> np.ndarray:
     """Return the rotated dimensions of heads as complex rows, [N, P, X].
 
-    Rotary embeddings multiply plane i of every head at position m by the same exp(j·m·θ_i), so that a query and a key
-    give Re(q · conj(k)), summed over planes, with the difference of their positions (Su et al. 2021, section 3.4).
+    Rotary embeddings multiply pair i of every head at position m by the same exp(j·m·θ_i), so that a query and a key
+    give Re(q · conj(k)), summed over pairs, with the difference of their positions (Su et al. 2021, section 3.4).
     """
     return rows_NDX[:, :n_rotary_pairs] + 1j * rows_NDX[:, n_rotary_pairs : 2 * n_rotary_pairs]
 
 
-def with_planes(rows_NDX: np.ndarray, planes_NPX: np.ndarray) -> np.ndarray:
+def with_pairs(rows_NDX: np.ndarray, pairs_NPX: np.ndarray) -> np.ndarray:
     """Return heads with other rotated dimensions."""
-    n_rotary_pairs = planes_NPX.shape[1]
+    n_rotary_pairs = pairs_NPX.shape[1]
     rows_NDX = rows_NDX.copy()
-    rows_NDX[:, :n_rotary_pairs], rows_NDX[:, n_rotary_pairs : 2 * n_rotary_pairs] = planes_NPX.real, planes_NPX.imag
+    rows_NDX[:, :n_rotary_pairs], rows_NDX[:, n_rotary_pairs : 2 * n_rotary_pairs] = pairs_NPX.real, pairs_NPX.imag
     return rows_NDX
 
 
-def scale_planes(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAttention:
-    """Multiply each plane of each key by a complex number, and those of its queries so that their products stay.
+def scale_pairs(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAttention:
+    """Multiply each pair of each key by a complex number, and those of its queries so that their products stay.
 
     Nothing else on the rotated dimensions commutes with rotary embeddings.
     """
-    k_KPX = planes(attention.k_KDX, attention.n_rotary_pairs) * factors_KP[..., None]
+    k_KPX = pairs(attention.k_KDX, attention.n_rotary_pairs) * factors_KP[..., None]
     of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.queries_per_key, axis=0)
-    q_HPX = planes(attention.q_HDX, attention.n_rotary_pairs) * of_queries_HP[..., None]
-    return replace(attention, q_HDX=with_planes(attention.q_HDX, q_HPX), k_KDX=with_planes(attention.k_KDX, k_KPX))
+    q_HPX = pairs(attention.q_HDX, attention.n_rotary_pairs) * of_queries_HP[..., None]
+    return replace(attention, q_HDX=with_pairs(attention.q_HDX, q_HPX), k_KDX=with_pairs(attention.k_KDX, k_KPX))
 
 
 def map_values(attention: LayerAttention, maps_KDD: np.ndarray) -> LayerAttention:
@@ -79,7 +79,7 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
         x_TX[:, -1] = 1
     angles_TP = np.arange(n_tokens)[:, None] / 100.0 ** (np.arange(attention.n_rotary_pairs) / attention.n_rotary_pairs)
     rotated = [
-        planes(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
+        pairs(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
     ]
     q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in rotated)
     queries_per_key = attention.queries_per_key
@@ -108,7 +108,7 @@ def random_rotations(rng, n: int) -> np.ndarray:
 def test_allowed_maps_change_nothing(n_kv_heads, bias):
     rng, attention = np.random.default_rng(1), make(0, n_kv_heads, bias)
     scaled = random_turns(rng, n_kv_heads) * rng.uniform(0.3, 3, (n_kv_heads, HEAD_DIM // 2))
-    assert difference(attention, scale_planes(attention, scaled)) < 1e-9
+    assert difference(attention, scale_pairs(attention, scaled)) < 1e-9
     assert difference(attention, map_values(attention, rng.normal(size=(n_kv_heads, HEAD_DIM, HEAD_DIM)))) < 1e-9
 
 
@@ -124,7 +124,7 @@ def equivalent_mha(few: LayerAttention, rng) -> LayerAttention:
     """Return the same attention with one K/V head per query head, each mapped differently."""
     n = few.queries_per_key
     many = replace(few, k_KDX=np.repeat(few.k_KDX, n, axis=0), v_KDX=np.repeat(few.v_KDX, n, axis=0))
-    return map_values(scale_planes(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
+    return map_values(scale_pairs(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
 
 
 def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
@@ -145,7 +145,7 @@ def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
 
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("method", LAYER_METHODS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), bias=st.booleans())
 def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, seed, groups, bias):
     rng, few = np.random.default_rng(seed), make(seed, groups, bias)
@@ -180,7 +180,7 @@ def check_order(moments: Moments) -> None:
         assert lost(moments, fit.merge(moments)) <= lost(moments, pca.merge(moments)) + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), groups=st.sampled_from([1, 2, 4]), shared=st.floats(0, 1))
 def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
     """On heads with a shared part, seen in coordinates of their own."""
@@ -190,7 +190,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
         k_KDX=shared * attention.k_KDX[:1] + (1 - shared) * attention.k_KDX,
         v_KDX=shared * attention.v_KDX[:1] + (1 - shared) * attention.v_KDX,
     )
-    attention = map_values(scale_planes(attention, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
+    attention = map_values(scale_pairs(attention, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
     for group in attention.groups(groups):
         check_order(moments_from_weights(group))
         check_order(from_inputs(group, rng))
@@ -198,14 +198,14 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_each_method_loses_no_more_on_trained_weights(groups):
-    with open_checkpoint(Path("assets/demo-mha")) as checkpoint:
+    with open_checkpoint(Path(__file__).parents[2] / "assets/demo-mha") as checkpoint:
         for layer in make_merge_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):
                 check_order(moments_from_weights(group))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), method=st.sampled_from([aligned, pca, fit]))
 def test_logits_keep_their_spread(seed, method):
     known = from_inputs(make(seed), np.random.default_rng(seed))

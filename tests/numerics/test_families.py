@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
 from model import load_model
-from model.checkpoint import Tensor, open_checkpoint
+from model.checkpoint import TensorInfo, open_checkpoint
 from model.common.errors import CheckpointError
 from model.families import FAMILIES, NATIVE_FAMILIES, find_family
 from model.geometry import read_geometry
@@ -249,8 +249,8 @@ def class_outcome(family: str, config: dict, folder: Path) -> SimpleNamespace | 
             model = tiny.model_class(family).from_config(AutoConfig.from_pretrained(folder))
     except (TypeError, StrictDataclassFieldValidationError):
         return None
-    tensors = {name: Tensor(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()}
-    return SimpleNamespace(config=config, tensors=tensors, home="source")
+    tensors = {name: TensorInfo(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()}
+    return SimpleNamespace(config=config, tensors=tensors, config_folder="source")
 
 
 def full_config(family: str, **changes) -> dict:
@@ -282,7 +282,7 @@ def test_absent_n_kv_heads(tmp_path, family, how):
     else:
         words = "refuses; the weights hold 1 K/V heads, so set num_key_value_heads to 1"
     with pytest.raises(CheckpointError, match=words):
-        read_geometry(SimpleNamespace(config=config, tensors=complete.tensors, home="source"))
+        read_geometry(SimpleNamespace(config=config, tensors=complete.tensors, config_folder="source"))
 
 
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) - {"hunyuan_v1_dense"}))  # its class stops without head_dim
@@ -311,7 +311,7 @@ def test_wrapped_configs_with_absent_sizes(tmp_path, family, named):
     config = {"model_type": family, **tiny.WRAPPERS[family][1], "text_config": text_config}
     theirs = class_outcome(family, copy.deepcopy(config), tmp_path)
     assert theirs is not None
-    geometry = read_geometry(SimpleNamespace(config=config, tensors=theirs.tensors, home="source"))
+    geometry = read_geometry(SimpleNamespace(config=config, tensors=theirs.tensors, config_folder="source"))
     text = AutoConfig.from_pretrained(tmp_path).text_config
     assert geometry.n_layers == text.num_hidden_layers
     assert (geometry.n_heads, geometry.n_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)

@@ -192,8 +192,8 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
         ((0.0, 0.0, 2.0), [((0,), (0, 1)), ((2,), (2,))]),
     ],
 )
-def test_which_planes_share_which_channels(positions, expected):
-    assert [(fold.planes, fold.channels) for fold in folds(positions, 4)] == expected
+def test_which_pairs_share_which_channels(positions, expected):
+    assert [(fold.pairs, fold.channels) for fold in folds(positions, 4)] == expected
 
 
 @pytest.mark.parametrize("positions", [(0.0, 1.5, 3.0), (0.0, 0.0, 1.0, 2.5), (1.0,)])

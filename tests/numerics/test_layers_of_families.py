@@ -285,6 +285,19 @@ def test_windows_are_no_longer_than_mpts_context(convert, tmp_path):
     assert (calibration["windows"], calibration["window"]) == (32, 32)
 
 
+def test_mpts_bias_of_a_long_context_is_not_made(tmp_path):
+    """Its class makes ALiBi's bias for the whole context, of which the end alone is used."""
+    _, folder = build("mpt", tmp_path / "source")
+    seen = []
+    for context in (1024, 2_000_000_000):
+        tiny.edit_config(folder, max_seq_len=context)
+        with open_checkpoint(folder) as checkpoint, torch.no_grad():
+            layers = TransformersLayers(checkpoint, LENGTH)
+            layers.check()
+            seen.append(layers.embed(IDS))
+    assert torch.equal(*seen)
+
+
 @pytest.mark.parametrize("family", tiny.FITTED)
 def test_a_padding_token_changes_nothing(tmp_path, family):
     """Real models have one, whose row the embedding of a short text may not have."""

@@ -75,7 +75,7 @@ def test_separate_documents(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_class(tmp_path, name):
-    """A class that these settings do not build, or that is refused for any reason, is not measured."""
+    """A class that these settings do not build or run, or that is refused for any reason, is not measured."""
 
     def give_up(number, frame):
         raise TimeoutError

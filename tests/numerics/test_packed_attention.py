@@ -50,7 +50,7 @@ def strict_kernel(q_NHD, k_NGD, v_NGD, *more, **options):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_packed_is_the_masked_attention(data):
     """Any documents, groups and window."""
     batch, n_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ import forks
 import pages
 import pytest
 from pages import ROOT
+
+from scripts.bench import convert as convert_bench
 
 BENCH = ROOT / "scripts/bench"
 COMMANDS = sorted(
@@ -99,3 +102,10 @@ def run(name, small, options):
     exec(small, {"runs": runs, name: benchmark})
     sys.argv = [name, *options]
     benchmark.main()
+
+
+def test_no_digest_computes_no_checksums(source, tmp_path):
+    command = convert_bench.commands(source, tmp_path / "out")["no-digest"]
+    subprocess.run(command, check=True, capture_output=True)
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert {file["sha256"] for file in record["source"]["files"]} == {"0" * 64}

@@ -155,7 +155,7 @@ def test_without_the_package_of_smollm2_its_command_is_named(monkeypatch, tmp_pa
 
 def test_what_the_engines_print_about_their_kv_caches():
     assert tokens_in_vllm(f"before\n{VLLM_LINE}\nafter\n", 1 << 30) == 46592
-    # 405 MiB for 8 sequences of 768 tokens are 69,120 bytes a token: 2 x 30 layers x 9 heads x 64 x 2 bytes
+    # 405 MiB for 8 sequences of 768 tokens are 69,120 bytes per token: 2 x 30 layers x 9 heads x 64 x 2 bytes
     assert tokens_in_llama_cpp(f"before\n{LLAMA_CPP_LINE}\n", 10 * 69120) == 10
 
 

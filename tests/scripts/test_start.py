@@ -1,8 +1,8 @@
 """A conversion starts at once: nothing heavy is imported before it is needed, and never torch."""
 
+import resource
 import subprocess
 import sys
-import time
 from importlib import import_module
 
 import pytest
@@ -13,14 +13,20 @@ COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mq
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_help_answers_within_half_a_second(arguments):
+def test_help_takes_less_than_half_a_second(arguments):
+    """Of processor time: other tests run beside this one."""
+
+    def used() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
     def run() -> float:
-        started = time.perf_counter()
+        before = used()
         result = subprocess.run(
             [sys.executable, "-m", "convert", *arguments], capture_output=True, text=True, check=True
         )
         assert "Usage: " in result.stdout
-        return time.perf_counter() - started
+        return used() - before
 
     assert any(run() < 0.5 for _ in range(5))
 

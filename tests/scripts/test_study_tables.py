@@ -83,7 +83,7 @@ def test_table(tmp_path):
         "",
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
         "| --- | --- | --- | --- |",
-        "| wsd, 1,024 tokens a step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
+        "| wsd, 1,024 tokens per step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
         "",
         "| arm | uptraining | KL from parent | agreement | recovered | over the control |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -307,8 +307,8 @@ def test_table_of_rates():
     assert rates.splitlines() == [
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
         "| --- | --- | --- |",
-        "| wsd, 1,024 tokens a step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
-        "| cosine, 1,024 tokens a step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+        "| wsd, 1,024 tokens per step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
+        "| cosine, 1,024 tokens per step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
     ]
 
 
@@ -453,7 +453,7 @@ def test_the_best_of_several_trained_parts():
     first, rates, *_ = "\n\n".join(table.tables(lines)).split("\n\n")[1:]
     assert "| mean | 6.0000 | 100.0% | 4.2000 (lr 0.001, attention) |" in first
     assert rates.splitlines()[2:] == [
-        "| wsd, 1,024 tokens a step, kv | 4.400 | 4.300 |", "| wsd, 1,024 tokens a step, attention | – | 4.200 |",
+        "| wsd, 1,024 tokens per step, kv | 4.400 | 4.300 |", "| wsd, 1,024 tokens per step, attention | – | 4.200 |",
     ]  # fmt: skip
 
 

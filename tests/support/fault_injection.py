@@ -140,16 +140,16 @@ class _Saboteur:
         self._halve("write_text")
 
     def _install_training(self) -> None:
-        from uptrain.checkpoints import save_load
+        from uptrain.checkpoints import store, tensors
         from uptrain.training import evaluate, loop, metrics_log, module
 
         for name, value in self._faults.constants.items():
             assert hasattr(loop, name)
             setattr(loop, name, value)
-        self._wrap(save_load, "save_tensors", lambda *_: "")
-        self._wrap(save_load, "checksum", lambda path: name_of(path))
-        self._wrap(save_load, "gather", self._note_gather)
-        self._wrap(save_load.Checkpoints, "save", self._note_save)
+        self._wrap(tensors, "save_tensors", lambda *_: "")
+        self._wrap(store, "checksum", lambda path: name_of(path))
+        self._wrap(store, "gather", self._note_gather)
+        self._wrap(store.CheckpointStore, "save", self._note_save)
         self._wrap(loop, "windows_of_step", self._note_step)
         self._wrap(loop, "_backward", lambda *_: str(self._step))
         self._wrap(evaluate, "micro_batches", lambda *_: "of evaluation")
@@ -165,15 +165,15 @@ class _Saboteur:
             return result * self._faults.losses.get(self._step, 1.0) if bad else result
 
         module.LossModule.forward = poisoned
-        rotate = save_load.Checkpoints.rotate
+        rotate = store.CheckpointStore.rotate
 
-        def rotating(me: Any, newest: int) -> str:
+        def rotating(me: Any, newest: int, decay_start: int | None) -> str:
             self._during = f"rotate {newest}: "
-            result = rotate(me, newest)
+            result = rotate(me, newest, decay_start)
             self._during = ""
             return result
 
-        save_load.Checkpoints.rotate = rotating
+        store.CheckpointStore.rotate = rotating
 
     def _note_step(self, step: int, *_: Any) -> str:
         self._step, self._during = step, ""

@@ -41,7 +41,7 @@ def fuzz(check: Callable[..., None], examples: int) -> tuple[Callable[..., None]
 
     def test(n: int) -> Callable[..., None]:
         checked: Callable[..., None] = given(data=st.data())(check)
-        return settings(max_examples=n, deadline=None, suppress_health_check=list(HealthCheck))(checked)
+        return settings(max_examples=n, suppress_health_check=list(HealthCheck))(checked)
 
     return test(examples), pytest.mark.slow(pytest.mark.timeout(3600)(test(30 * examples)))
 

@@ -5,10 +5,10 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.checkpoint import Tensor
+from model.checkpoint import TensorInfo
 
 
-def write_headers(folder: Path, tensors: Iterable[Tensor]) -> Path:
+def write_headers(folder: Path, tensors: Iterable[TensorInfo]) -> Path:
     folder.mkdir(parents=True)
     header, end = {}, 0
     for tensor in tensors:

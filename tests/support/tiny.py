@@ -161,7 +161,7 @@ def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedMod
 
 
 def equal_in_pairs(model: PreTrainedModel, head_dim: int) -> PreTrainedModel:
-    """Give both dimensions of a rotary pair one norm weight, so that norms and rotations can change places."""
+    """Give both dimensions of a RoPE pair one norm weight, so that norms and rotations can change places."""
     for name, parameter in model.named_parameters():
         if "self_attn" in name and "norm" in name:
             half = parameter.data.view(-1, 2, head_dim // 2)[:, :1]

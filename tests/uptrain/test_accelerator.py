@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.common.errors import InputError, is_lack_of_memory
+from model.common.errors import InputError, is_out_of_memory
 from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
 from uptrain.runs import device_memory
 
@@ -74,4 +74,4 @@ def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True), (ValueError("out of memory"), False),
 ])  # fmt: skip
 def test_lack_of_memory(error, expected):
-    assert is_lack_of_memory(error) == expected
+    assert is_out_of_memory(error) == expected

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.checkpoint import Tensor
+from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
 from model.common.errors import InputError
 from uptrain.budget import training_time
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
 from uptrain.budget.conversion_record import source_names
-from uptrain.budget.counts import parse_count, show_count
+from uptrain.budget.counts import format_count, parse_count
 from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
+from uptrain.budget.parameter_counts import count_parameters
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
@@ -257,9 +258,9 @@ def test_counts_round_trip(count):
     assert parse_count(f"{count}K") == 1000 * count
 
 
-def test_show_count():
+def test_format_count():
     shown = {1: "1", 999: "999", 1000: "1 K", 20_320: "20.32 K", 6_738_415_616: "6.738 B", 2 * 10**12: "2 T"}
-    assert {count: show_count(count) for count in shown} == shown
+    assert {count: format_count(count) for count in shown} == shown
 
 
 def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():
@@ -284,5 +285,8 @@ def test_flops_are_those_that_torch_counts():
 
 
 def test_rope_frequencies_are_no_parameters():
-    tensors = [Tensor("a.weight", "F32", (3, 4)), Tensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (9,))]
-    assert training_time.count_parameters(tensors) == 12
+    tensors = [
+        TensorInfo("a.weight", "F32", (3, 4)),
+        TensorInfo("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (9,)),
+    ]
+    assert count_parameters(tensors) == 12

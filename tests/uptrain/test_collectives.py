@@ -5,6 +5,8 @@ from datetime import timedelta
 
 import forks
 import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from model.common.errors import InputError
 from uptrain.distributed import accelerator as accelerators
@@ -21,8 +23,9 @@ def refuse():
 
 
 def wait_for_slow_work():
-    accelerators.PATIENCE = timedelta(seconds=2)
     accelerator = accelerators.make_accelerator("fp32", ())
+    accelerator.wait_for_everyone()  # processes may start further apart than the patience below
+    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     for seconds in (0, 5, 0):
         started = time.monotonic()
         result = on_main(accelerator, lambda seconds=seconds: slow_work(seconds))

@@ -9,7 +9,7 @@ import real_runs
 import tiny
 from safetensors_headers import write_headers
 
-from model.checkpoint import Tensor
+from model.checkpoint import TensorInfo
 from model.common.errors import InputError, RankError
 from model.decoder import losses
 from model.geometry import Geometry
@@ -17,11 +17,10 @@ from uptrain.budget import memory
 from uptrain.budget.memory import (
     MemoryEstimator,
     MemoryOptions,
-    first_that_fits,
     layer_activation_bytes,
-    micro_batch_sizes,
 )
-from uptrain.budget.training_time import count_parameters
+from uptrain.budget.memory_fit import first_that_fits, micro_batch_sizes
+from uptrain.budget.parameter_counts import count_parameters
 from uptrain.runs import device_memory
 
 QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
@@ -38,7 +37,7 @@ def llama_2_7b(n_kv_heads):
             "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         }  # fmt: skip
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    return [Tensor(f"{name}.weight", "F16", shape) for name, shape in shapes.items()]
+    return [TensorInfo(f"{name}.weight", "F16", shape) for name, shape in shapes.items()]
 
 
 def models(taught=True, changed=frozenset(), **more):
@@ -271,3 +270,12 @@ def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypa
     fixed = ("run", "--init", inputs["parent"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
     assert uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).code == 0
     assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+def test_a_number_of_processes_that_is_none(monkeypatch, value):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    with pytest.raises(InputError, match=rf"the variable LOCAL_WORLD_SIZE is '{value}', not a number of processes"):
+        device_memory.usable_memory()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert device_memory.usable_memory() > 0

@@ -14,6 +14,7 @@ from real_runs import (
     assert_same_run,
     assert_stops_change_nothing,
     drive,
+    events,
     make_inputs,
     steps,
     tensors,
@@ -220,11 +221,13 @@ def test_another_rank_does_not_fit_the_checkpoint(inputs, tmp_path, uptrain):
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo"])
-def test_the_model_itself_can_keep_it_near(tmp_path, family):
+def test_a_model_can_be_the_teacher_of_its_own_adapters(tmp_path, family):
     """Then the teacher shares all that it has with the frozen part; OLMo's norms have no weights."""
     inputs = make_inputs(tmp_path / "inputs")
     model = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family, "bfloat16")
     given = {**inputs, "model": model}
     more = ("--teacher", model, "--loss", "mix", "--trainable", "lora", "--precision", "bf16")
     drive([{"arguments": arguments(given, tmp_path / "run", *more, steps=6)}])
+    (started,) = events(tmp_path / "run", "started")
+    assert started["shared_bytes"] == sum(tensor.nbytes for tensor in tiny.tensors(model).values())
     assert np.isfinite([loss for _, loss in steps(tmp_path / "run", "loss")]).all()

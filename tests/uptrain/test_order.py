@@ -2,19 +2,17 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from uptrain.data.order import permute, windows_of_step
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_permutation_visits_everything_once(n, seed, epoch):
     assert sorted(permute(np.arange(n), n, seed, epoch)) == list(range(n))
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 150), batch=st.integers(1, 64), seed=st.integers(0, 1000))
 def test_epochs_follow_one_another_across_steps(n, batch, seed):
     steps = -(-3 * n // batch)

@@ -13,8 +13,11 @@ from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, w
 
 import uptrain.report.status as status_module
 from model.common.console import duration
+from model.common.processes import process_start
 from uptrain.report.status import SPEED_STEPS
-from uptrain.runs.folder import process_start
+
+NOBODY = 2**22 + 1
+"""A process id above the largest of Linux."""
 
 
 def read_json(result):
@@ -23,12 +26,6 @@ def read_json(result):
 
     assert result.code == 0, result.err
     return json.loads(result.out, parse_constant=refuse)
-
-
-def pid_of_nobody():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_run_that_was_resumed_and_finished(distilled, uptrain):
@@ -60,7 +57,7 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
 STATES = {
     "not started": (None, ["not started", "uptrain resume"]),
     "running": ({"status": "running", "step": 0, "reason": "", "pid": os.getpid()}, ["running as process"]),
-    "died": ({"status": "running", "step": 0, "reason": "", "pid": pid_of_nobody()}, ["no process", "uptrain resume"]),
+    "died": ({"status": "running", "step": 0, "reason": "", "pid": NOBODY}, ["no process", "uptrain resume"]),
     "preempted": (
         {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 1},
         ["stopped (SIGTERM)", "uptrain resume"],

@@ -11,7 +11,7 @@ from small_training import make_training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from uptrain.checkpoints.save_load import SaveError
+from uptrain.checkpoints.tensors import SaveError
 from uptrain.data import batch
 from uptrain.training import loop
 from uptrain.training.learning_rate import Schedule

@@ -13,7 +13,7 @@ from typing import Any
 
 from model.common.checks import LARGEST_COUNT
 from model.common.errors import InputError
-from uptrain.budget.counts import show_count
+from uptrain.budget.counts import format_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.training.choices import TRAINABLE
@@ -177,7 +177,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     if not missing:
         return
     if candidates:
-        rows = ", ".join(f"{o.name} ({show_count(o.tokens)} tokens)" for o in candidates)
+        rows = ", ".join(f"{o.name} ({format_count(o.tokens)} tokens)" for o in candidates)
         raise InputError(
             f"the model's shape is that of {rows}; say which with --original NAME, or give {', '.join(missing)}."
         )

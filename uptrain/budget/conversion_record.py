@@ -25,7 +25,7 @@ def merge_method(folder: Path) -> str | None:
 
 
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the default of `--trainable`: `attention` if Groupwise merged the heads or made them latent, else `all`.
+    """Return the default of `--trainable`: `attention` if Groupwise converted the attention, else `all`.
 
     Also `all` if the names of the model's attention are not known.
     """

@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from model.common.checks import LARGEST_COUNT, show
+from model.common.checks import LARGEST_COUNT, short_repr
 from model.common.errors import InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -19,18 +19,18 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
-        raise InputError(f"{show(text)} is not a count; write for example {EXAMPLES}.")
+        raise InputError(f"{short_repr(text)} is not a count; write for example {EXAMPLES}.")
     if len(match[1]) > LONGEST:
-        raise InputError(f"{show(text)} is too long for a count; write for example {EXAMPLES}.")
+        raise InputError(f"{short_repr(text)} is too long for a count; write for example {EXAMPLES}.")
     count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
     if count.denominator != 1 or count < 1:
-        raise InputError(f"{show(text)} is not a whole number of at least 1; write for example {EXAMPLES}.")
+        raise InputError(f"{short_repr(text)} is not a whole number of at least 1; write for example {EXAMPLES}.")
     if count > LARGEST_COUNT:
-        raise InputError(f"{show(text)} is more than {LARGEST_COUNT}; write for example {EXAMPLES}.")
+        raise InputError(f"{short_repr(text)} is more than {LARGEST_COUNT}; write for example {EXAMPLES}.")
     return count.numerator
 
 
-def show_count(count: float) -> str:
+def format_count(count: float) -> str:
     """Return a count in at most four digits with its unit: `50 B`."""
     for unit in ("", " K", " M", " B"):
         if count < 999.95:

@@ -3,25 +3,30 @@
 Of a teacher, some rows are read too: parameters that equal the student's are in memory once.
 """
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import Checkpoint, Tensor, open_checkpoint
+from model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.same_bytes import sampled_rows
-from model.checkpoint.tensor import BITS, is_buffer
+from model.checkpoint.tensor import BITS
 from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
-from uptrain.budget.training_time import count_parameters
-from uptrain.data.default_sizes import default_micro_batch
-from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
+from uptrain.budget.parameter_counts import (
+    count_by_layer,
+    count_gathered,
+    count_head,
+    count_outside_layers,
+    count_parameters,
+    layer_of,
+    without_buffers,
+)
+from uptrain.training.choices import DEFAULT_RANK
 from uptrain.training.parts import common_dtype, part_pattern
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
@@ -107,8 +112,8 @@ class Memory:
 class MemoryEstimator:
     """Student, teacher, and the settings of a run that its memory depends on, besides `MemoryOptions`."""
 
-    tensors: tuple[Tensor, ...]
-    teacher: tuple[Tensor, ...]
+    tensors: tuple[TensorInfo, ...]
+    teacher: tuple[TensorInfo, ...]
     """Empty without a teacher."""
     same: frozenset[str]
     """The tensors that equal the teacher's of that name, as far as some of their rows tell."""
@@ -133,7 +138,7 @@ class MemoryEstimator:
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_checkpoint(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
-            tensors = _parameters(without_latent_norm(checkpoint).tensors.values())
+            tensors = without_buffers(without_latent_norm(checkpoint).tensors.values())
         if "intermediate_size" not in config and not is_native(config):
             raise InputError(
                 f"the memory of model_type {config.get('model_type')!r} cannot be estimated: its config.json has no "
@@ -143,7 +148,7 @@ class MemoryEstimator:
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
         return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
 
-    def trained(self, part: str) -> list[Tensor]:
+    def trained(self, part: str) -> list[TensorInfo]:
         """Return the parameters that are trained. Raises InputError if the model does not have the part."""
         pattern = part_pattern(part, self.config)
         if part == "lora":
@@ -161,7 +166,7 @@ class MemoryEstimator:
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
         same = {tensor for tensor in frozen if tensor.name in self.same}
         activations, logits = tokens * self._activation_bytes(chosen), self._logits(tokens)
-        head = _head(trained) if is_native(self.config) else 0
+        head = count_head(trained) if is_native(self.config) else 0
         logits += GRADIENT_BYTES * head
         return Memory(
             frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
@@ -173,7 +178,7 @@ class MemoryEstimator:
             shared=width * count_parameters(same),
             activations=activations,
             logits=logits,
-            gathered=width * (_gathered(self.tensors, 2) + _gathered(set(self.teacher) - same, 1))
+            gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - same, 1))
             + self._reduced(trained, head, activations, logits),
         )
 
@@ -188,13 +193,13 @@ class MemoryEstimator:
             return read - needed.shared
         return max(read, MASTER_BYTES * count_parameters(self.tensors))
 
-    def _adapters(self) -> Iterator[Tensor]:
+    def _adapters(self) -> Iterator[TensorInfo]:
         """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
         for tensor in self.tensors:
-            if _layer_of(tensor) is not None and len(tensor.shape) == 2:
+            if layer_of(tensor) is not None and len(tensor.shape) == 2:
                 n_out, n_in = tensor.shape
-                yield Tensor(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
-                yield Tensor(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
+                yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
+                yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
 
     def _activation_bytes(self, chosen: MemoryOptions) -> int:
         width = COMPUTE_BYTES[self.precision]
@@ -208,13 +213,13 @@ class MemoryEstimator:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        vocab = max(tensor.shape[0] for tensor in self.tensors if _layer_of(tensor) is None and len(tensor.shape) == 2)
+        vocab = max(tensor.shape[0] for tensor in self.tensors if layer_of(tensor) is None and len(tensor.shape) == 2)
         if is_native(self.config):
             chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _reduced(self, trained: list[Tensor], head: int, activations: int, logits: int) -> int:
+    def _reduced(self, trained: list[TensorInfo], head: int, activations: int, logits: int) -> int:
         """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
 
         A gradient is there as computed, in float32 to be reduced, and reduced, in this device's shard. The largest of
@@ -225,72 +230,25 @@ class MemoryEstimator:
         reduced = int(width + GRADIENT_BYTES + SHARD_OF_TWO * GRADIENT_BYTES)
         copy_of_head = width * head
         in_loss = activations + logits + (copy_of_head if width < GRADIENT_BYTES else 0)
-        in_last_layer = activations + copy_of_head + reduced * max(_by_layer(trained).values(), default=0)
-        at_the_end = reduced * _outside(trained)
+        in_last_layer = activations + copy_of_head + reduced * max(count_by_layer(trained).values(), default=0)
+        at_the_end = reduced * count_outside_layers(trained)
         return max(in_loss, in_last_layer, at_the_end) - activations - logits
 
 
-def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[Tensor, ...], frozenset[str]]:
+def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], frozenset[str]]:
     """Return the teacher's parameters, and the names of those that equal the model's.
 
     Three rows of each tensor are compared: what was trained or rescaled differs in nearly all of them.
     """
     with open_checkpoint(model) as student, open_checkpoint(teacher) as parent:
         own, theirs = without_latent_norm(student), without_latent_norm(parent)
-        taught = _parameters(theirs.tensors.values())
+        taught = without_buffers(theirs.tensors.values())
         alike = [tensor for tensor in taught if own.tensors.get(tensor.name) == tensor]
         return taught, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
 
 
-def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: Tensor) -> bool:
+def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: TensorInfo) -> bool:
     return list(sampled_rows(one, tensor.name)) == list(sampled_rows(other, tensor.name))
-
-
-def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the choices of `--trainable` that a model has."""
-    return tuple(part for part in TRAINABLE if _has_part(part, config))
-
-
-def _has_part(part: str, config: Mapping[str, Any]) -> bool:
-    try:
-        part_pattern(part, config)
-    except InputError:
-        return False
-    return True
-
-
-def _gathered(tensors: Collection[Tensor], n_layers: int) -> int:
-    """Return the number of parameters that FSDP2 gathers: those outside layers, and some layers."""
-    return _outside(tensors) + n_layers * max(_by_layer(tensors).values(), default=0)
-
-
-def _head(trained: Iterable[Tensor]) -> int:
-    """Return the number of the LM head's parameters if it is trained, or is an embedding that is."""
-    return max((prod(x.shape) for x in trained if _layer_of(x) is None and len(x.shape) == 2), default=0)
-
-
-def _outside(tensors: Iterable[Tensor]) -> int:
-    """Return the number of parameters outside layers."""
-    return sum(prod(tensor.shape) for tensor in tensors if _layer_of(tensor) is None)
-
-
-def _by_layer(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Return the number of parameters of each layer."""
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        if (layer := _layer_of(tensor)) is not None:
-            sizes[layer] = sizes.get(layer, 0) + prod(tensor.shape)
-    return sizes
-
-
-def _layer_of(tensor: Tensor) -> str | None:
-    """Return the number of a tensor's layer; None for the embedding, the head and the last norm."""
-    match = re.search(r"\.(\d+)\.", tensor.name)
-    return match[1] if match else None
-
-
-def _parameters(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if not is_buffer(tensor))
 
 
 def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
@@ -325,32 +283,3 @@ def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str,
     if part == "all":
         layer += 4 * hidden + width * hidden + width * intermediate_size
     return layer
-
-
-def micro_batch_sizes(seq_len: int) -> Iterator[int]:
-    """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one."""
-    n = default_micro_batch(seq_len)
-    while n > 1:
-        yield n
-        n //= 2
-    yield 1
-
-
-def first_that_fits(
-    estimator: MemoryEstimator,
-    parts: Iterable[str],
-    nbytes: int,
-    devices: int = 1,
-    recompute: Iterable[bool] = (False, True),
-) -> MemoryOptions | None:
-    """Return the first options whose memory on each device is at most `nbytes`; None if none is.
-
-    The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
-    model does not have are left out.
-    """
-    known = [part for part in parts if part in parts_of(estimator.config)]
-    for part, again, size in product(known, recompute, micro_batch_sizes(estimator.seq_len)):
-        chosen = MemoryOptions(part, size, again)
-        if estimator.memory(chosen).of(devices) <= nbytes:
-            return chosen
-    return None

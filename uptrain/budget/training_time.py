@@ -1,11 +1,6 @@
 """Estimate the time of a run by a formula, which is part of the output. The actual time may be 50 % longer."""
 
-from collections.abc import Iterable
-from math import prod
 from typing import Any
-
-from model.checkpoint import Tensor
-from model.checkpoint.tensor import is_buffer
 
 MFU = 0.40
 """Model FLOPs utilisation; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
@@ -17,11 +12,6 @@ TIME_FORMULA = (
 )
 """A product takes 2 operations for each parameter and token in the forward pass, as many for the gradient of its input,
 and, if the parameter is trained, as many for its own."""
-
-
-def count_parameters(tensors: Iterable[Tensor]) -> int:
-    """Return the number of parameters, without the buffers that old checkpoints store."""
-    return sum(prod(tensor.shape) for tensor in tensors if not is_buffer(tensor))
 
 
 def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:

@@ -31,8 +31,9 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
-    from uptrain.export.export import export, find_checkpoint, stored_size
+    from uptrain.export.export import export, find_checkpoint, refuse_existing, stored_size
 
+    refuse_existing(out)
     checkpoint = find_checkpoint(run, step)
     progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
     with interruptible(), progress_bar as progress:  # a signal removes what is unfinished

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def _find_in_cache(path: Path) -> Path | None:
     """Return the folder of a model that is named as in the Hugging Face cache; None for any other path."""
-    if path.exists() or path.is_symlink():
-        return None
+    try:
+        if path.exists() or path.is_symlink():
+            return None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
     from model.checkpoint.hub import find_in_cache  # imports numpy, which the command line does not need to start
 
     return find_in_cache(path)

@@ -1,8 +1,6 @@
 """Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, json_option, pop_fields
 from model.common.console import duration, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.counts import show_count
+from uptrain.budget.counts import format_count
 from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
 from uptrain.training.choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
@@ -53,8 +51,8 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
 def command(model: Path, as_json: bool, **options: Any) -> None:
     """Show steps, learning rates, memory and time, without training.
 
-    Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of a well-known original are looked
-    up.
+    Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of well-known pre-trainings
+    are looked up.
     """
     from uptrain.budget.plan import make_plan
 
@@ -93,11 +91,11 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
     original, data = plan["original"], plan["data"]
     rows = [
-        ("parameters", f"{show_count(plan['n_params'])}, {plan['n_kv_heads']} K/V heads"),
+        ("parameters", f"{format_count(plan['n_params'])}, {plan['n_kv_heads']} K/V heads"),
         ("original", _original(original) if original else "not in the table"),
         ("α", "unknown without --original-tokens" if plan["alpha"] is None else f"{plan['alpha']:.4g}"),
         ("steps", f"{plan['steps']:,}"),
-        ("tokens", f"{plan['tokens']:,} ({show_count(plan['tokens'])})"),
+        ("tokens", f"{plan['tokens']:,} ({format_count(plan['tokens'])})"),
         ("tokens per parameter", f"{plan['tokens_per_parameter']:.3g}"),
         ("a step", f"{plan['global_batch_tokens']:,} tokens: {plan['sequences_per_step']:,} x {plan['seq_len']:,}"),
     ]
@@ -109,7 +107,7 @@ def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
 def _original(original: dict[str, Any]) -> str:
     note = f"; {original['note']}" if original["note"] else ""
     return (
-        f"{original['name']}: {show_count(original['tokens'])} tokens in {original['steps']:,} steps, peak "
+        f"{original['name']}: {format_count(original['tokens'])} tokens in {original['steps']:,} steps, peak "
         f"{original['peak_lr']:g}{note} ({original['certainty']}; {original['source']})"
     )
 
@@ -160,28 +158,38 @@ def _disk(memory: dict[str, Any]) -> str:
 
 def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table; a part that the model does not have is a dash."""
-    parts = [memory[part] for part in TRAINABLE]
-
-    def row(label: str, value: Callable[[dict[str, Any]], int]) -> tuple[str, ...]:
-        return (label, *("–" if part is None else size(value(part)) for part in parts))
-
-    rows = [row(label, itemgetter(f"{name}_bytes")) for name, label in KINDS.items()]
+    parts, counts = [memory[part] for part in TRAINABLE], list(memory["all"][SHARDED])
+    rows = [_size_row(label, [part and part[f"{name}_bytes"] for part in parts]) for name, label in KINDS.items()]
     if memory["all"]["teacher_bytes"]:
-        rows.append(row("teacher, not shared", lambda part: part["teacher_bytes"] - part["shared_bytes"]))
-    for label, totals in (("", lambda part: part), ("least, ", itemgetter("least"))):
-        rows.append(row(f"{label}one device{', or DDP' * (not label)}", lambda part, of=totals: of(part)[REPLICATED]))  # type: ignore[misc]
-        for n in memory["all"][SHARDED]:
-            rows.append(row(f"{label}FSDP2 over {n}", lambda part, of=totals, n=n: of(part)[SHARDED][n]))  # type: ignore[misc]
-    rows.append(row("host, while reading", itemgetter("host_bytes")))
+        own = [part and part["teacher_bytes"] - part["shared_bytes"] for part in parts]
+        rows.append(_size_row("teacher, not shared", own))
+    rows += _device_rows("one device, or DDP", "FSDP2", parts, counts)
+    rows += _device_rows("least, one device", "least, FSDP2", [part and part["least"] for part in parts], counts)
+    rows.append(_size_row("host, while reading", [part and part["host_bytes"] for part in parts]))
     return rows
+
+
+def _device_rows(
+    alone: str, sharded: str, totals: list[dict[str, Any] | None], counts: list[Any]
+) -> list[tuple[str, ...]]:
+    """Return the rows of a device on its own, and of each of several with FSDP2."""
+    rows = [_size_row(alone, [total and total[REPLICATED] for total in totals])]
+    for n in counts:
+        rows.append(_size_row(f"{sharded} over {n}", [total and total[SHARDED][n] for total in totals]))
+    return rows
+
+
+def _size_row(label: str, sizes: list[Any]) -> tuple[str, ...]:
+    return (label, *("–" if nbytes is None else size(nbytes) for nbytes in sizes))
 
 
 def _time(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
     """Return the hours of a run on each kind of device, and of one device if there are several."""
     parts = [time[part] for part in TRAINABLE]
+    counts = [(processes, "hours"), *([(1, "device_hours")] if processes > 1 else [])]
     rows = []
     for name in time["all"]["hours"]:
-        for n, key in ((processes, "hours"), (1, "device_hours"))[: 1 + (processes > 1)]:
+        for n, key in counts:
             rows.append((f"{n} {name}", *("–" if part is None else _hours(part[key][name]) for part in parts)))
     return rows
 
@@ -190,7 +198,7 @@ def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
     """Return for each number of devices the command and its memory of each device."""
     rows = []
     for n, fit in memory["fitting"].items():
-        devices = f"{n} device{'s' * (n != '1')}"
+        devices = f"{n} device{'' if n == '1' else 's'}"
         rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits"))
     return rows
 

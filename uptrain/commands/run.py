@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from model.common.checks import show
+from model.common.checks import short_repr
 from model.common.command_options import FiniteFloat, PathType, RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
 from uptrain.checkpoints.files import DEFAULT_KEEP_LAST
@@ -45,7 +45,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         try:
             context.default_map[option.name] = _as_argument(option, value)
         except ValueError as error:
-            message = f"{path} sets {name} = {show(value)}, which must be {error}."
+            message = f"{path} sets {name} = {short_repr(value)}, which must be {error}."
             raise click.BadParameter(message, context, parameter) from error
     return path
 
@@ -121,7 +121,7 @@ def _check_no_nul(text: str) -> str:
     type=click.Choice(TRAINABLE),
     help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
     "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
-    "attention if Groupwise merged MODEL's heads or made them latent, else all]",
+    "attention if Groupwise merged MODEL's heads or converted them to MLA, else all]",
 )
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"

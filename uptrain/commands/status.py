@@ -10,7 +10,7 @@ import click
 from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.errors import RunError
-from uptrain.report.history import show_recovered
+from uptrain.report.history import format_recovered
 
 
 @click.command("status")
@@ -96,7 +96,7 @@ def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
         rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
         rows.append(("KL from the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
         rows.append(("agreement", f"{evaluation['agreement']:.1%}"))
-    if recovered := show_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
+    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
         rows.append(("recovered fraction", recovered))
     return rows
 

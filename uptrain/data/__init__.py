@@ -1,1 +1,1 @@
-"""Training data: sources, the memory-mapped token cache, the order of windows, and batches."""
+"""Training data: the memory-mapped token cache, the order of windows, batches, and a teacher's stored logits."""

@@ -7,6 +7,7 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, size, warn
 from model.common.errors import InputError
 from model.common.machine import n_cores
+from model.texts.hub import HUB
 from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
@@ -50,10 +51,14 @@ def run_cache_folder(run: Path, what: str) -> Path:
 
 
 def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
-    """Return a warning if `data` names far more texts than the tokens of a run, "" if not, or if `out` has them."""
+    """Return a warning if `data` names far more texts than the tokens of a run, "" if not, or if `out` has them.
+
+    Datasets of the hub are not counted: that would download them.
+    """
     if is_cache(data) or (out / MANIFEST).is_file():
         return ""
-    files = [file for source in find_sources(tuple(data)) for file in source.text.files]
+    here = tuple(source for source in data if not source.startswith(HUB))
+    files = [file for source in find_sources(here) for file in source.text.files] if here else []
     nbytes, needed = sum(Path(file).stat().st_size for file in files), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
         return ""

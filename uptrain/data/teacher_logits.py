@@ -45,6 +45,8 @@ class LogitsShard:
     values_sha256: str
     ids_sha256: str
     crc_sha256: str
+    precision: str
+    """Of the teacher's computation: `bf16` on a GPU, `fp32` on a CPU."""
 
     @property
     def files(self) -> tuple[str, str, str]:
@@ -104,15 +106,15 @@ class LogitsManifest:
     def _check(self) -> None:
         """Raise InputError for invalid values and for file names that lead out of the folder."""
         if self.format != FORMAT:
-            raise InputError(f"it has format {checks.show(self.format)}, and this version reads {FORMAT}")
+            raise InputError(f"it has format {checks.short_repr(self.format)}, and this version reads {FORMAT}")
         for name in ("top_k", "seq_len", "n_windows", "vocab_size"):
             checks.whole_number(getattr(self, name), name)
         if self.dtype not in DTYPES:
-            raise InputError(f"dtype = {checks.show(self.dtype)}; it must be one of {', '.join(DTYPES)}")
+            raise InputError(f"dtype = {checks.short_repr(self.dtype)}; it must be one of {', '.join(DTYPES)}")
         for i, shard in enumerate(self.shards):
             for name in shard.files:
                 if not is_plain_name(name):
-                    raise InputError(f"shards[{i}] names {checks.show(name)}, which is no file of the folder")
+                    raise InputError(f"shards[{i}] names {checks.short_repr(name)}, which is no file of the folder")
         if sum(shard.n_windows for shard in self.shards) != self.n_windows:
             raise InputError("its shards do not hold n_windows")
 

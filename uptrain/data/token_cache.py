@@ -94,7 +94,7 @@ class Manifest:
             content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
             is_of_logits = "top_k" in content
             if content.get("format", FORMAT) != FORMAT:
-                shown = checks.show(content["format"])
+                shown = checks.short_repr(content["format"])
                 raise InputError(f"it has format {shown}, and this version reads {FORMAT}")
             derived = {name: content.pop(name, None) for name in ("n_tokens", "n_documents", "sha256")}
             manifest = make(cls, content)
@@ -114,13 +114,13 @@ class Manifest:
         checks.whole_number(self.seq_len, "seq_len", least=2)
         checks.whole_number(self.vocab_size, "vocab_size")
         if self.dtype not in DTYPES:
-            raise InputError(f"dtype = {checks.show(self.dtype)}; it must be one of {', '.join(DTYPES)}")
+            raise InputError(f"dtype = {checks.short_repr(self.dtype)}; it must be one of {', '.join(DTYPES)}")
         for i, shard in enumerate(self.shards):
             checks.whole_number(shard.n_tokens, f"shards[{i}].n_tokens", least=0)
             checks.whole_number(shard.n_documents, f"shards[{i}].n_documents", least=0)
             for name in (shard.tokens, shard.documents):
                 if not is_plain_name(name):
-                    raise InputError(f"shards[{i}] names {checks.show(name)}, which is no file of the folder")
+                    raise InputError(f"shards[{i}] names {checks.short_repr(name)}, which is no file of the folder")
         for i, source in enumerate(self.sources):
             check_types(source, SOURCE, f"sources[{i}]")
         if not self.n_tokens:

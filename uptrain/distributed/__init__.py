@@ -1,1 +1,1 @@
-"""Distributed training: the Accelerator, collectives and FSDP2."""
+"""Distributed training: the Accelerator, collectives, FSDP2 and signals."""

@@ -63,11 +63,11 @@ def place_teacher(
     accelerator: Accelerator,
     teacher: nn.Module,
     layers: Sequence[nn.Module],
-    lenders_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
+    owners_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
 ) -> None:
     """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and head.
 
-    Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `lenders_of`
+    Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `owners_of`
     returns the student's layers whose parameters a layer uses.
     """
     if not is_sharded(accelerator):
@@ -85,7 +85,7 @@ def place_teacher(
         # Else each layer would gather on streams of its own, and the allocator keeps memory for each stream.
         fsdp.share_comm_ctx(sharded)
     for layer in layers:
-        _gather_while_running(layer, lenders_of(layer))
+        _gather_while_running(layer, owners_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(accelerator.device)
@@ -97,17 +97,17 @@ def _forget_forward_passes(layer: nn.Module) -> None:
         layer.register_forward_hook(lambda *_: layer.reset_iter_state())  # type: ignore[operator]
 
 
-def _gather_while_running(layer: nn.Module, lenders: Sequence[nn.Module]) -> None:
-    """Gather the shards of `lenders`, sharded layers of the student, while `layer` of the teacher runs."""
+def _gather_while_running(layer: nn.Module, owners: Sequence[nn.Module]) -> None:
+    """Gather the shards of `owners`, sharded layers of the student, while `layer` of the teacher runs."""
 
     def gather(*_: object) -> None:
-        for lender in lenders:
-            lender.unshard()  # type: ignore[operator]
+        for owner in owners:
+            owner.unshard()  # type: ignore[operator]
 
     def shard(*_: object) -> None:
-        for lender in lenders:
-            lender.reshard()  # type: ignore[operator]
+        for owner in owners:
+            owner.reshard()  # type: ignore[operator]
 
-    if lenders:
+    if owners:
         layer.register_forward_pre_hook(gather)
         layer.register_forward_hook(shard)

@@ -16,6 +16,7 @@ _SAME_REQUEST_SECONDS = 1.0
 """Signals within this time count as one request: a launcher may forward a signal that the terminal sent as well."""
 KILLED = 130
 """Exit code after a second signal."""
+_SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class StopRequest:
@@ -33,13 +34,18 @@ class StopRequest:
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.reason and now - self._first > _SAME_REQUEST_SECONDS:
-            os.write(2, b"stopped by a second signal, without saving.\n")
-            os._exit(KILLED)
+            _exit_at_once(b"stopped by a second signal, without saving.\n")
         if not self.reason:
             self.reason, self._first = signal.Signals(number).name, now
 
 
 stop_request = StopRequest()
+
+
+def _exit_at_once(message: bytes) -> None:
+    """End the process. A progress bar has hidden the cursor of a terminal."""
+    os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + message)
+    os._exit(KILLED)
 
 
 def _handled() -> list[signal.Signals]:
@@ -76,8 +82,7 @@ def interruptible() -> Iterator[None]:
             first = time.monotonic()
             raise KeyboardInterrupt
         if time.monotonic() - first > _SAME_REQUEST_SECONDS:
-            os.write(2, b"stopped by a second signal; the same command continues, or starts again.\n")
-            os._exit(KILLED)
+            _exit_at_once(b"stopped by a second signal; the same command continues, or starts again.\n")
 
     if stop_request.reason:
         raise KeyboardInterrupt

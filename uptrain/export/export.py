@@ -35,6 +35,13 @@ _PIECE = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise InputError if OUT exists, or has a name that cannot be written."""
+    check_out(out)
+    if out.exists():
+        raise InputError(f"{out} exists already; choose another OUT.")
+
+
 def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: Advance) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
@@ -42,9 +49,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
     README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
     if `out` exists.
     """
-    check_out(out)
-    if out.exists():
-        raise InputError(f"{out} exists already; choose another OUT.")
+    refuse_existing(out)
     run = Run.read(run_folder)
     record = make_record(run, run_folder, checkpoint)
     with _open_weights(run, run_folder, checkpoint) as weights, Staging(out) as staging:

@@ -5,8 +5,8 @@ from typing import Any
 
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
-from uptrain.budget.counts import show_count
-from uptrain.report.history import merge_cost, recovered_fraction, show_loss, show_recovered
+from uptrain.budget.counts import format_count
+from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
@@ -36,7 +36,7 @@ def _section(record: dict[str, Any], has_card: bool) -> str:
     rows = [
         (
             "Trained",
-            f"{begun}, {record['step']:,} of {settings['steps']:,} steps, {show_count(record['tokens'])} tokens",
+            f"{begun}, {record['step']:,} of {settings['steps']:,} steps, {format_count(record['tokens'])} tokens",
         ),
         *([("α", alpha)] if settings["model"] else []),
         ("Loss", LOSSES[settings["loss"]]),
@@ -80,12 +80,12 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    before, after = (f"{show_loss(e['loss'])} at step {e['step']:,}" for e in (first, last))
+    before, after = (f"{format_loss(e['loss'])} at step {e['step']:,}" for e in (first, last))
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
-        rows.append(("Teacher's loss", show_loss(last["teacher_loss"])))
-        recovered = show_recovered(recovered_fraction(first, last), merge_cost(first))
+        rows.append(("Teacher's loss", format_loss(last["teacher_loss"])))
+        recovered = format_recovered(recovered_fraction(first, last), merge_cost(first))
         if recovered:
             rows.append(("Recovered fraction", recovered))
-        rows.append(("KL from the teacher", f"{show_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
+        rows.append(("KL from the teacher", f"{format_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
     return rows

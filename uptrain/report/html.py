@@ -9,8 +9,8 @@ from typing import Any
 
 from model.checkpoint.hub import name_of
 from model.common.printable import printable
-from uptrain.budget.counts import show_count
-from uptrain.report.history import History, show_loss, show_recovered
+from uptrain.budget.counts import format_count
+from uptrain.report.history import History, format_loss, format_recovered
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --muted: #6e6e73; --line: #d9d9de; --page: #ffffff;
@@ -85,18 +85,18 @@ def _summary(history: History, of_name: str) -> str:
     settings, budget = history.run.settings, history.run.budget
     share = f", α = {budget.alpha:.4g} of the original pre-training when finished" if budget.alpha else ""
     origin = f"Uptraining of {name_of(Path(settings.model))}" if settings.model else "Training from scratch"
-    figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", show_count(history.tokens))]
+    figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", format_count(history.tokens))]
     if history.steps:
-        figures.append(("training loss", show_loss(history.steps[-1]["loss"])))
+        figures.append(("training loss", format_loss(history.steps[-1]["loss"])))
     if history.evaluations:
         last = history.evaluations[-1]
-        figures.append(("held-out loss", show_loss(last["loss"])))
+        figures.append(("held-out loss", format_loss(last["loss"])))
         if "kl" in last:
             figures += [
-                ("teacher's loss", show_loss(last["teacher_loss"])),
-                ("KL from the teacher", show_loss(last["kl"])),
+                ("teacher's loss", format_loss(last["teacher_loss"])),
+                ("KL from the teacher", format_loss(last["kl"])),
             ]
-        recovered = show_recovered(last["recovered_fraction"], last["merge_cost"])
+        recovered = format_recovered(last["recovered_fraction"], last["merge_cost"])
         if recovered:
             figures.append(("recovered fraction", recovered))
     entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
@@ -112,7 +112,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("Model", name_of(Path(settings.model)) or "from scratch"),
         ("Teacher", name_of(Path(settings.teacher or settings.teacher_logits)) or "none"),
         ("Minimised", history.objective),
-        ("Budget", f"{settings.steps:,} steps, {show_count(budget.tokens)} tokens"),
+        ("Budget", f"{settings.steps:,} steps, {format_count(budget.tokens)} tokens"),
         ("A step", f"{budget.global_batch_tokens:,} tokens in {settings.global_batch:,} windows"),
         ("Learning rate", f"{settings.schedule}, peak {settings.lr:.3g}, {settings.warmup_steps:,} steps of warm-up"),
         ("Optimizer", f"{settings.optimizer}, weight decay {settings.weight_decay:g}, trains {settings.trainable}"),
@@ -122,7 +122,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
     ]
     if budget.alpha and budget.original_tokens:
-        rows.insert(4, ("α", f"{budget.alpha:.4g} of {show_count(budget.original_tokens)} tokens"))
+        rows.insert(4, ("α", f"{budget.alpha:.4g} of {format_count(budget.original_tokens)} tokens"))
     if run.parent:
         rows.append(("Extends", f"{Path(run.parent['run']).name} from step {run.parent['step']:,}"))
     return rows
@@ -136,10 +136,10 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     for e in evaluations:
         loss = e["loss"]
         perplexity = "—" if loss is None or loss > 700 else f"{math.exp(loss):.4g}"
-        row = [f"{e['step']:,}", f"{e['tokens']:,}", show_loss(loss), perplexity]
+        row = [f"{e['step']:,}", f"{e['tokens']:,}", format_loss(loss), perplexity]
         if "kl" in e:
             recovered = e["recovered_fraction"]
-            row += [show_loss(e["teacher_loss"]), show_loss(e["kl"]), f"{e['agreement']:.1%}"]
+            row += [format_loss(e["teacher_loss"]), format_loss(e["kl"]), f"{e['agreement']:.1%}"]
             row.append("—" if recovered is None else f"{recovered:.1%}")
         rows.append(row + ["—"] * (len(headings) - len(row)))
     return "<p class='muted'>On held-out text.</p>" + _table(headings, rows, "numbers")

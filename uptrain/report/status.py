@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from model.common.processes import is_running
 from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
-from uptrain.runs.folder import CHECKPOINTS, METRICS, is_running
+from uptrain.runs.folder import CHECKPOINTS, METRICS
 
 SPEED_STEPS = 32
 """Number of last steps over which the speed is the median."""

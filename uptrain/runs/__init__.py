@@ -1,1 +1,1 @@
-"""Runs: their settings and folders, start, resume and extension, signals, fingerprints and metrics."""
+"""Runs: their settings and folders, start, resume and extension, checks, fingerprints and progress."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from uptrain.budget.vocabularies import check_teacher
-from uptrain.checkpoints.save_load import Checkpoints
+from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
@@ -32,7 +32,7 @@ from uptrain.training.models import (
 )
 from uptrain.training.module import STUDENT, LossModule, blocks
 from uptrain.training.optimizer import make_optimizer
-from uptrain.training.sharing import Lenders, equal_tensors, lending_layers, share, shareable
+from uptrain.training.sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
 
 
 def build_initial(
@@ -91,7 +91,7 @@ def build(
         accelerator=accelerator,
         cache=cache,
         schedule=settings.learning_rates,
-        checkpoints=Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last),
+        checkpoints=CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last),
         metrics=Metrics(folder / METRICS),
         stop_request=stop_request,
         global_batch=settings.global_batch,
@@ -113,19 +113,19 @@ def _build_teacher(
 ) -> tuple[LanguageModel, int]:  # fmt: skip
     """Load and place the teacher; return it, and the bytes that it shares with the student (whole, not a shard's)."""
     path, dtype = Path(settings.teacher), teacher_dtype(settings.precision)
-    lenders: Lenders = {}
+    owners: ParameterOwners = {}
     if settings.trainable != "all":
         names = on_main(accelerator, lambda: equal_tensors(Path(settings.model), settings.trainable, path))
-        lenders = shareable(student, names, dtype)
+        owners = shareable(student, names, dtype)
     teacher, weights = load_on_main(
         accelerator,
-        lambda: load_teacher(path, settings.precision, skip=lenders),
+        lambda: load_teacher(path, settings.precision, skip=owners),
         lambda: empty_teacher(path, settings.precision),
     )
     check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
-    shared_bytes = share(lenders, teacher, dtype)
+    shared_bytes = share(owners, teacher, dtype)
     layers = blocks(student)
-    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: lending_layers(layer, layers))
+    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: owner_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
     return teacher, shared_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.common.console import is_first_process, warn
-from model.common.errors import InputError, naming
-from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
+from model.common.errors import InputError, prefix_path
+from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.vocabularies import check_embedding, check_teacher
@@ -19,6 +19,9 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, build_meta_from_config, choose_part, tensor_names
+
+MOST_PROCESSES = 4096
+"""The largest number of processes that a refused batch is tried with."""
 
 
 def check_models(
@@ -34,7 +37,7 @@ def check_models(
     models = [build_meta(folder) for folder in folders]
     for folder, each in zip(folders, models, strict=True):
         for seq_len in seq_lens:
-            with naming(folder):
+            with prefix_path(folder):
                 check_packing(each, seq_len)
         check_embedding(folder, each.head_weight.shape[0])
     if model and trainable != "all":
@@ -124,7 +127,7 @@ def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
 
 def _have_equal_vocabularies(one: Path, other: Path) -> bool:
     """Return whether two folders hold the same files of a vocabulary, byte for byte."""
-    names = [name for name in (WHOLE, *VOCABULARIES) if (one / name).is_file() or (other / name).is_file()]
+    names = [name for name in (WHOLE, ADDED, *VOCABULARIES) if (one / name).is_file() or (other / name).is_file()]
     equal, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
     return bool(names) and equal == names
 
@@ -171,7 +174,7 @@ def _check_names(folder: Path, parameters: Iterable[str], stem: str, files: Cont
 def check_batch(global_batch: int, n_processes: int) -> None:
     """Raise InputError if the global batch is not divisible by the number of processes."""
     if global_batch % n_processes:
-        divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        divisors = [n for n in range(1, min(global_batch, MOST_PROCESSES) + 1) if global_batch % n == 0]
         raise InputError(
             f"a global batch of {global_batch} windows cannot be divided evenly among {n_processes} processes; "
             "possible numbers are "

@@ -9,8 +9,9 @@ import torch
 
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory, world_size
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions, first_that_fits
+from model.common.machine import available_memory, local_rank, local_world_size, world_size
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
+from uptrain.budget.memory_fit import first_that_fits
 from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
 from uptrain.training.choices import TRAINABLE
@@ -64,8 +65,8 @@ def usable_memory() -> int:
     if has_accelerator():
         gpu = torch.accelerator.current_accelerator()
         # A process may see its own device only.
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        index = local_rank() % torch.accelerator.device_count()
         free, _ = torch.get_device_module(gpu).mem_get_info(index)
     else:
-        free = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = available_memory() // local_world_size()
     return int((1 - RESERVE) * free)

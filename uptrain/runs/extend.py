@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.common.errors import InputError
-from model.common.files import check_name, copy_file
+from model.common.files import check_name, copy_file, lies_in
 from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.runs.fingerprints import check_same, check_same_data
@@ -36,7 +36,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     run = Run.read(folder)
     check_name(folder.resolve(), "RUN")
     refuse_existing(out)
-    if out.resolve().is_relative_to(folder.resolve()):
+    if lies_in(out, folder):
         raise InputError(f"{out} lies in the run that it would extend; choose another --out.")
     branch = branch_step(folder, run)
     source = list_checkpoints(folder / CHECKPOINTS)[branch]

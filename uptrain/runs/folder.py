@@ -1,14 +1,11 @@
 """Read and lock a run's folder: its file names and the content of `run.json`. Needs no torch."""
 
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from model.common import checks
 from model.common.errors import InputError
@@ -24,8 +21,6 @@ RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
 PARENT = {"run": str, "step": int}
 IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
-SAME_PROCESS = 1.0
-"""Seconds by which two readings of the start of a process may differ."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +65,6 @@ class Run:
                 raise InputError(f"identities.{name} matches no setting")
         if ("frozen" in self.identities) != (self.settings.trainable != "all"):
             raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")
-
-
-def process_start(pid: int) -> float | None:
-    """Return when a process began, in seconds since the machine did; None if that cannot be read.
-
-    A change of the clock does not change it.
-    """
-    booted = psutil.boot_time()  # before the other, which adds it
-    try:
-        return float(round(psutil.Process(pid).create_time() - booted, 2))
-    except psutil.Error:  # no such process, or one of another user
-        return None
-
-
-def is_running(pid: int, started: float | None) -> bool:
-    """Return whether the process that `run_state.json` names still runs. Another may have its id since it ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the process belongs to another user
-        return True
-    now = process_start(pid)
-    return started is None or now is None or abs(now - started) < SAME_PROCESS
 
 
 @contextmanager

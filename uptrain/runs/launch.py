@@ -54,24 +54,12 @@ def launch_new(options: RunOptions) -> None:
     check_optimizer(options.optimizer)
     if options.compile:
         check_compiler("--compile", "leave it out")
-    # All options are checked before texts are tokenised, which may take hours.
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
     eval_data = [] if options.eval_data is None else [options.eval_data]
     eval_seq_len = seq_len_of(eval_data, folder, None) if is_cache(eval_data) else seq_len
     seq_lens = sorted({seq_len, eval_seq_len})
-    check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
-    if options.teacher:
-        check_teachers_tokenizer(folder, options.teacher)
-        if settings.loss == "distill":
-            check_is_not_student(options.model, options.teacher)
-    if options.init:
-        check_new(options.init, seq_len)
-    check_batch(settings.global_batch, world_size())
-    check_launcher()
-    check_trackers(settings.track)
-    if options.teacher_logits:
-        warn_of_own_logits(options.model, options.teacher_logits)
+    _check_options(options, folder, settings, seq_lens)  # before texts are tokenised, which may take hours
     if eval_data:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
     if is_first_process() and (warning := surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))):
@@ -84,6 +72,22 @@ def launch_new(options: RunOptions) -> None:
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
     _end(out, status)
+
+
+def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_lens: list[int]) -> None:
+    """Raise InputError if models, batch, launcher or trackers do not fit. Warn of logits that teach nothing."""
+    check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
+    if options.teacher:
+        check_teachers_tokenizer(folder, options.teacher)
+        if settings.loss == "distill":
+            check_is_not_student(options.model, options.teacher)
+    if options.init:
+        check_new(options.init, max(seq_lens))
+    check_batch(settings.global_batch, world_size())
+    check_launcher()
+    check_trackers(settings.track)
+    if options.teacher_logits:
+        warn_of_own_logits(options.model, options.teacher_logits)
 
 
 def launch_resumed(

@@ -1,5 +1,6 @@
 """Make the folder of a new run, atomically. Needs no torch."""
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
@@ -67,3 +68,6 @@ def refuse_existing(out: Path) -> None:
             f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
         )
         raise InputError(f"{out} exists already; {hint}.")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{folder} cannot be written to; choose another --out.")

@@ -2,7 +2,7 @@
 
 RUN/run.json              settings, budget, fingerprints of data and models, versions
 RUN/model/                copies of the model's config and tokenizer files, for resuming and exporting
-RUN/checkpoints/          see `uptrain.checkpoints.save_load`
+RUN/checkpoints/          see `uptrain.checkpoints.store`
 RUN/metrics.jsonl         see `uptrain.training.metrics_log`
 RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "halted" | "failed", "step": …}
 """
@@ -24,20 +24,22 @@ from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
 from model.common.console import size, warn
-from model.common.errors import InputError, RankError, RunError, is_lack_of_memory
+from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.files import replace_file
 from model.common.printable import one_line
-from model.decoder.devices import faster_products
+from model.common.processes import process_start
+from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
 from uptrain.budget.memory import MASTER_BYTES, state_bytes
 from uptrain.checkpoints.files import SPARE, list_checkpoints
-from uptrain.checkpoints.save_load import Checkpoints, SaveError, VerifiedCheckpoint, load
+from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
+from uptrain.checkpoints.tensors import SaveError, read_tensors
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, process_start
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink
 from uptrain.runs.resolve_settings import find_data
@@ -60,7 +62,7 @@ def start(
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
-    with _naming_lack_of_memory(accelerator):
+    with _out_of_memory_as_run_error(accelerator):
         training = build_initial(settings, config_folder, accelerator, out, deadline, show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
@@ -85,11 +87,11 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     with _locked_on_main(accelerator, folder):
         if changes:
             on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
-        checkpoints = Checkpoints(folder / CHECKPOINTS, accelerator, settings.keep_last)
+        checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last)
         checkpoint = checkpoints.newest()
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        with _naming_lack_of_memory(accelerator):
+        with _out_of_memory_as_run_error(accelerator):
             if reads_model:
                 training = build_initial(settings, folder / MODEL, accelerator, folder, deadline, show)
             else:
@@ -97,7 +99,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
         training.checkpoints = checkpoints  # it knows which ones are damaged
-        load(checkpoint.folder, training.loss_module, training.optimizer)
+        read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
                 f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
@@ -108,12 +110,12 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
 
 
 @contextmanager
-def _naming_lack_of_memory(accelerator: Accelerator) -> Iterator[None]:
+def _out_of_memory_as_run_error(accelerator: Accelerator) -> Iterator[None]:
     """Raise RunError, or RankError in one of many processes, where memory does not suffice for the models."""
     try:
         yield
     except Exception as error:
-        if not is_lack_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         text = f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices."
         raise _own_error(f"{text} `uptrain plan --memory` shows what fits.", accelerator) from error
@@ -138,14 +140,14 @@ def train_run(
     training.checkpoints.clean_up()
     if accelerator.is_main_process:
         _log_start(training, state, checkpoint)
-        if problem := _lack_of_room(folder, settings, training):
+        if problem := _disk_space_warning(folder, settings, training):
             warn(problem)
         _write_state(folder, "running", state.step)
     if settings.track and accelerator.is_main_process:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
         log_tracker_failures(training, state.step, start_trackers(accelerator, folder, _run_id(folder), config))
     try:
-        with faster_products(accelerator.device.type):
+        with fast_float32_matmul(accelerator.device.type):
             reason = train(training, state)
     except Exception as error:
         failure = _explain(error, folder, state.step, accelerator)
@@ -173,7 +175,7 @@ def _run_id(folder: Path) -> str:
     return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 
 
-def _lack_of_room(folder: Path, settings: Settings, training: Training) -> str:
+def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str:
     """Return a warning if the disk lacks the room for two checkpoints, or for one more if there are some already."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
@@ -197,7 +199,7 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     hint = f"`uptrain resume {shlex.quote(str(folder))}` continues {_resumed_at(folder)}"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
-    if is_lack_of_memory(error):
+    if is_out_of_memory(error):
         text = (
             f"after step {step}, memory ran out ({_first_sentence(error)}). {hint}, also with a smaller --micro-batch "
             "or --activation-checkpointing; `uptrain plan --memory` shows what fits."
@@ -206,8 +208,8 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     if is_lost_process(error):
         message = " ".join(str(error).split())
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
-    if accelerator.num_processes > 1 and isinstance(error, (InputError, OSError)):
-        return RankError(f"process {accelerator.process_index}, after step {step}: {error}. Fix that, then {hint}.")
+    if isinstance(error, (InputError, OSError)):
+        return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
     return error
 
 

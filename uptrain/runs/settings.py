@@ -125,4 +125,4 @@ class Settings:
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
-        raise InputError(f"{name} = {checks.show(value)}; it must be one of {', '.join(choices)}.")
+        raise InputError(f"{name} = {checks.short_repr(value)}; it must be one of {', '.join(choices)}.")

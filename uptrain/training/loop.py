@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.common.errors import RunError
 from uptrain.checkpoints.files import list_checkpoints
-from uptrain.checkpoints.save_load import Checkpoints, SaveError
+from uptrain.checkpoints.store import CheckpointStore
+from uptrain.checkpoints.tensors import SaveError
 from uptrain.data.batch import Batch, batches_of_steps, one_ahead
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
@@ -73,7 +74,7 @@ class Training:
     accelerator: Accelerator
     cache: TokenCache
     schedule: Schedule
-    checkpoints: Checkpoints
+    checkpoints: CheckpointStore
     metrics: Metrics
     stop_request: StopRequest
     global_batch: int
@@ -404,7 +405,8 @@ def _save(training: Training, state: RunState) -> None:
 
 def _rotate_if_due(training: Training) -> None:
     """Remove old checkpoints; called once the weights of the newest one are confirmed."""
-    if training.rotation_is_due and (problem := training.checkpoints.rotate(training.saved_step)):
+    decay = decay_start(training.schedule)
+    if training.rotation_is_due and (problem := training.checkpoints.rotate(training.saved_step, decay)):
         log_record(training, {"step": training.saved_step, "event": "old checkpoint not removed", "why": problem})
     training.rotation_is_due = False
 

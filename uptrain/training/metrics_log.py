@@ -123,7 +123,7 @@ def _check(record: Record) -> None:
     check_types(record, KINDS[kind])
     for key, value in {**record, **record.get("evaluation", {})}.items():
         if isinstance(value, int | float) and abs(value) > LARGEST:
-            raise InputError(f"{key} = {checks.show(value)}; it must be at most {LARGEST:g}")
+            raise InputError(f"{key} = {checks.short_repr(value)}; it must be at most {LARGEST:g}")
     checks.whole_number(record["step"], "step", least=0)
     if kind == "loss":
         checks.whole_number(record["tokens"], "tokens", least=0)

@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from model.checkpoint import Tensor
+from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KV_A, KV_B, read_latent_norm
 from model.checkpoint.tensor import is_buffer
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
+from uptrain.training.choices import TRAINABLE
 
 _LATENT = {"attention": ("self_attn", "input_layernorm"), "kv": (f"self_attn.{KV_A}", f"self_attn.{KV_B}")}
 """The modules of each part in a layer of latent attention."""
@@ -53,7 +54,20 @@ def knows_attention(config: Mapping[str, Any]) -> bool:
     return isinstance(FAMILIES.get(str(config.get("model_type"))), Family) or read_latent_norm(config) is not None
 
 
-def common_dtype(tensors: Iterable[Tensor]) -> str:
+def common_dtype(tensors: Iterable[TensorInfo]) -> str:
     """Return the dtype of a model's frozen parameters: the half precision that all tensors have, else float32."""
     dtypes = {tensor.dtype for tensor in tensors if not is_buffer(tensor)}
     return dtypes.pop() if dtypes in ({"BF16"}, {"F16"}) else "F32"
+
+
+def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the choices of `--trainable` that a model has."""
+    return tuple(part for part in TRAINABLE if _has_part(part, config))
+
+
+def _has_part(part: str, config: Mapping[str, Any]) -> bool:
+    try:
+        part_pattern(part, config)
+    except InputError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import frozen_names, stored_names
 from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_use
 
-Lenders = dict[str, tuple[nn.Module, str]]
+ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""
 THEIRS = "theirs."
 
@@ -26,7 +26,7 @@ def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
         return [name for name in ours if name in theirs and same_bytes(first, ours[name], second, theirs[name])]
 
 
-def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> Lenders:
+def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> ParameterOwners:
     """Return where the student has those of its frozen parameters that a teacher can use with the same result.
 
     Linear layers and embeddings qualify, because they cast their weights where they use them. A norm qualifies only if
@@ -43,57 +43,57 @@ def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch
     return chosen
 
 
-def share(lenders: Lenders, teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
+def share(owners: ParameterOwners, teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
     """Replace a teacher's parameters by the student's of the same names; return the bytes that both then share."""
     names = {id(parameter): name.removeprefix(THEIRS) for name, parameter in teacher.named_parameters()}
     shared: dict[str, int] = {}
     for module in teacher.modules():
         own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
-        own = {key: name for key, name in own.items() if name in lenders}
+        own = {key: name for key, name in own.items() if name in owners}
         if own and cast_in_use(module, teacher_dtype):
-            _borrow(module, {key: lenders[name] for key, name in own.items()})
-            shared |= {name: getattr(*lenders[name]).nbytes for name in own.values()}
+            _use_parameters_of(module, {key: owners[name] for key, name in own.items()})
+            shared |= {name: getattr(*owners[name]).nbytes for name in own.values()}
     return sum(shared.values())
 
 
-class _Borrower(nn.Module):
+class _UsesParametersOf(nn.Module):
     """A module of the teacher that uses parameters of the student's modules.
 
     FSDP2 replaces a module's parameters whenever it gathers or shards them, so they are looked up at each use.
     """
 
-    lenders: Lenders
-    """Module and attribute of each borrowed parameter."""
+    owners: ParameterOwners
+    """Module and attribute of each shared parameter."""
 
     def __getattr__(self, name: str) -> Any:
-        lender = self.__dict__["lenders"].get(name)
-        return getattr(*lender) if lender else super().__getattr__(name)
+        owner = self.__dict__["owners"].get(name)
+        return getattr(*owner) if owner else super().__getattr__(name)
 
 
-class _BorrowingLinear(_Borrower, FrozenLinear):
+class _SharedLinear(_UsesParametersOf, FrozenLinear):
     pass
 
 
-class _BorrowingEmbedding(_Borrower, FrozenEmbedding):
+class _SharedEmbedding(_UsesParametersOf, FrozenEmbedding):
     pass
 
 
-class _BorrowingNorm(_Borrower, RMSNorm):
+class _SharedNorm(_UsesParametersOf, RMSNorm):
     pass
 
 
-def _borrow(module: nn.Module, lenders: Lenders) -> None:
+def _use_parameters_of(module: nn.Module, owners: ParameterOwners) -> None:
     """Remove parameters of a module, and let it use those of others."""
-    for key in lenders:
+    for key in owners:
         delattr(module, key)
-    classes = {FrozenLinear: _BorrowingLinear, FrozenEmbedding: _BorrowingEmbedding, RMSNorm: _BorrowingNorm}
+    classes = {FrozenLinear: _SharedLinear, FrozenEmbedding: _SharedEmbedding, RMSNorm: _SharedNorm}
     module.__class__ = classes[type(module)]
-    assert isinstance(module, _Borrower)
-    module.lenders = lenders
+    assert isinstance(module, _UsesParametersOf)
+    module.owners = owners
 
 
-def lending_layers(layer: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+def owner_layers(layer: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return those of the student's `layers` whose parameters a layer of the teacher uses."""
-    borrowers = (module for module in layer.modules() if isinstance(module, _Borrower))
-    lenders = {lender for borrower in borrowers for lender, _ in borrower.lenders.values()}
-    return [each for each in layers if not lenders.isdisjoint(each.modules())]
+    users = (module for module in layer.modules() if isinstance(module, _UsesParametersOf))
+    owners = {owner for user in users for owner, _ in user.owners.values()}
+    return [each for each in layers if not owners.isdisjoint(each.modules())]

@@ -9,7 +9,7 @@ Each of METHODS is a pure function `merge(heads_HDM, rng)` that merges one group
 Each of LAYER_METHODS is a pure function `merge(moments)` of the moments of one group's heads. It returns linear maps of
 these heads, of their queries and of the inputs of their output projection; see `convert.merging.moments`. Its file may
 also define `alternatives(moments, maps, by_weights)`, which returns other solutions than `maps`, its own; `by_weights`
-are the moments by the weights alone. Calibration keeps the solution with the least output error on held-out windows.
+are the moments by the weights alone. Calibration keeps the solution with the least output error on validation windows.
 """
 
 from importlib import import_module

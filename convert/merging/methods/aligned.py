@@ -1,14 +1,14 @@
 """Align the heads of each group by rotations, and average them (Jin et al., arXiv:2412.20677).
 
 Raw heads of a trained model have low cosines, because each head has its own arbitrary coordinates: the output
-projection can undo any rotation of a value head, and the queries can undo any rotation of a key's rotary plane. So
-values are aligned by orthogonal maps (generalised Procrustes, their section 3.2), and the rotary planes of keys by
-plane rotations. Unrotated key dimensions are aligned by orthogonal maps too.
+projection can undo any rotation of a value head, and the queries can undo any rotation of a key's RoPE pair. So
+values are aligned by orthogonal maps (generalised Procrustes, their section 3.2), and the RoPE pairs of keys by
+rotations of pairs. Unrotated key dimensions are aligned by orthogonal maps too.
 """
 
 import numpy as np
 
-from convert.merging.moments import Maps, Moments, key_planes, scaled_planes
+from convert.merging.moments import Maps, Moments, key_pair_moments, pair_scaling_map
 from convert.merging.weights import Complex, Real
 
 _ROUNDS = 100
@@ -30,20 +30,20 @@ def merge(moments: Moments) -> Maps:
 def alignment(moments: Moments) -> tuple[Real, Real]:
     """Return an orthogonal map for each key head and each value head, [K, D, D], that best align the group."""
     n, size, rotated = moments.n_keys, moments.head_dim, 2 * moments.n_rotary_pairs
-    phases_KP = np.array([_phases(plane_KK) for plane_KK in key_planes(moments)], dtype=complex).reshape(-1, n).T
-    keys_KDD = scaled_planes(phases_KP, size).reshape(size, n, size).transpose(1, 0, 2).copy()
+    phases_KP = np.array([_phases(pair_KK) for pair_KK in key_pair_moments(moments)], dtype=complex).reshape(-1, n).T
+    keys_KDD = pair_scaling_map(phases_KP, size).reshape(size, n, size).transpose(1, 0, 2).copy()
     blocks_KDKD = moments.keys_FF.reshape(n, size, n, size)
     keys_KDD[:, rotated:, rotated:] = _rotations(blocks_KDKD[:, rotated:, :, rotated:])
     return keys_KDD, _rotations(moments.values_FF.reshape(n, size, n, size))
 
 
-def _phases(plane_KK: Complex) -> Complex:
+def _phases(pair_KK: Complex) -> Complex:
     """Return a complex number of modulus 1 for each key that together maximise the norm of the keys' sum."""
-    phases_K, length = np.ones(len(plane_KK), dtype=complex), 0.0
+    phases_K, length = np.ones(len(pair_KK), dtype=complex), 0.0
     for _ in range(_ROUNDS):
-        product_K = phases_K @ plane_KK  # of each key with the current sum
+        product_K = phases_K @ pair_KK  # of each key with the current sum
         phases_K = np.where(np.abs(product_K) > 0, np.exp(1j * np.angle(product_K)), phases_K)
-        length, before = float((phases_K @ plane_KK @ phases_K.conj()).real), length
+        length, before = float((phases_K @ pair_KK @ phases_K.conj()).real), length
         if length <= before * (1 + _GAIN):
             break
     return phases_K

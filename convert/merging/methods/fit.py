@@ -29,7 +29,7 @@ def merge(moments: Moments) -> Maps:
 
 
 def alternatives(moments: Moments, maps: Maps, by_weights: Moments) -> tuple[Maps, Maps]:
-    """Return two solutions other than `maps`, which may have a lower output error on held-out text.
+    """Return two solutions other than `maps`, which may have a lower output error on the validation windows.
 
     The first has the shared key of `pca` by the weights alone. The second alternates from there.
     """
@@ -106,7 +106,7 @@ def _rotated_keys(moments: Moments, old_DF: Real, metric_DD: Real, slope_DF: Rea
 def _basis(moments: Moments) -> tuple[Integers, Integers, Real]:
     """Return the entries of the maps that commute with rotary embeddings: rows, columns and signs, two per real number.
 
-    The first half of the numbers are the real parts for all planes of all keys, the second half the imaginary parts.
+    The first half of the numbers are the real parts for all pairs of all keys, the second half the imaginary parts.
     """
     n_rotary_pairs, size, n = moments.n_rotary_pairs, moments.head_dim, moments.n_keys
     real = np.tile(np.arange(n_rotary_pairs), n)

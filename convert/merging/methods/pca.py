@@ -1,7 +1,7 @@
 """Share the first principal components of K and V heads, in closed form. Coordinates change, nothing else does.
 
-Keys: multiplying a rotary plane by a complex number, and its queries by the conjugate inverse, leaves the logits
-unchanged. So the keys of a group can be complex multiples of one shared number in each plane. The best such number is
+Keys: multiplying a RoPE pair by a complex number, and its queries by the conjugate inverse, leaves the logits
+unchanged. So the keys of a group can be complex multiples of one shared number in each pair. The best such number is
 the first principal component of the keys' numbers, each weighted by the power of its queries.
 
 Values: any invertible map can be inserted between values and output projection. So a group's contribution to the output
@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from convert.merging.moments import Maps, Moments, key_planes, scaled_planes
+from convert.merging.moments import Maps, Moments, key_pair_moments, pair_scaling_map
 from convert.merging.weights import Complex, Real
 from model.common.errors import CheckpointError
 
@@ -37,10 +37,10 @@ def share_keys(moments: Moments) -> tuple[Real, Real]:
     power_HD = np.diagonal(moments.queries_HDD, axis1=1, axis2=2)
     power_HP = power_HD[:, :n_rotary_pairs] + power_HD[:, n_rotary_pairs : 2 * n_rotary_pairs]
     weights_KP = np.sqrt(power_HP.reshape(moments.n_keys, queries_per_key, -1).sum(axis=1))
-    mix_KP, factors_KP = _first_components(key_planes(moments), weights_KP)
-    keys_DF = scaled_planes(mix_KP, size)
+    mix_KP, factors_KP = _first_components(key_pair_moments(moments), weights_KP)
+    keys_DF = pair_scaling_map(mix_KP, size)
     # key k ≈ factor · shared, so its queries are multiplied by the factor's conjugate
-    queries_KDD = scaled_planes(factors_KP.conj(), size).reshape(size, -1, size).transpose(1, 0, 2)
+    queries_KDD = pair_scaling_map(factors_KP.conj(), size).reshape(size, -1, size).transpose(1, 0, 2)
     queries_HDD = np.repeat(queries_KDD, queries_per_key, axis=0)
     _share_unrotated(moments, keys_DF, queries_HDD)
     return keys_DF, queries_HDD
@@ -75,17 +75,17 @@ def _as_long_as_heads(shared_SF: Real, backs_HDS: Real) -> tuple[Real, Real]:
     return rotation_SS @ root_SS @ shared_SF, backs_HDS @ inverse_SS @ rotation_SS.T
 
 
-def _first_components(planes_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
-    """Return, [K, P] each: the weights of the keys in each plane's shared number, and its factor for each key."""
+def _first_components(pairs_PKK: Complex, weights_KP: Real) -> tuple[Complex, Complex]:
+    """Return, [K, P] each: the weights of the keys in each pair's shared number, and its factor for each key."""
     weights_PK = np.maximum(weights_KP, _TINY * (weights_KP.max(initial=0.0) or 1.0)).T
-    _, vectors_PKK = np.linalg.eigh(planes_PKK * weights_PK[:, :, None] * weights_PK[:, None, :])
+    _, vectors_PKK = np.linalg.eigh(pairs_PKK * weights_PK[:, :, None] * weights_PK[:, None, :])
     first_PK = vectors_PKK[..., -1]
     # The phase of an eigenvector is arbitrary: choose it so that the strongest key is not rotated.
     strongest_P1 = np.abs(first_PK).argmax(axis=1)[:, None]
     first_PK = first_PK * np.exp(-1j * np.angle(np.take_along_axis(first_PK, strongest_P1, axis=1)))
     mix_PK = first_PK.conj() * weights_PK
-    power_P = np.einsum("pk,pkl,pl->p", mix_PK, planes_PKK, mix_PK.conj(), optimize=True).real
-    mean_P = np.einsum("pkk->p", planes_PKK).real / planes_PKK.shape[1]
+    power_P = np.einsum("pk,pkl,pl->p", mix_PK, pairs_PKK, mix_PK.conj(), optimize=True).real
+    mean_P = np.einsum("pkk->p", pairs_PKK).real / pairs_PKK.shape[1]
     scale_P1 = np.sqrt(np.where(power_P > 0, mean_P / np.where(power_P > 0, power_P, 1), 1.0))[:, None]
     scale_P1 = np.maximum(scale_P1, 1e-300)
     return (mix_PK * scale_P1).T, (first_PK / weights_PK / scale_P1).T

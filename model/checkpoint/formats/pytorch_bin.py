@@ -6,7 +6,7 @@ from model.checkpoint import hf_folder
 from model.checkpoint.interface import Checkpoint
 from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 
@@ -28,7 +28,7 @@ class BinFolder(Checkpoint):
         files = {file.name: read_tensors(file) for file in self.weight_files}
         check_index(path / PYTORCH.index, files, table)
         self._stored = {name: stored for tensors in files.values() for name, stored in tensors.items()}
-        self.tensors = {name: Tensor(name, stored.dtype, stored.shape) for name, stored in self._stored.items()}
+        self.tensors = {name: TensorInfo(name, stored.dtype, stored.shape) for name, stored in self._stored.items()}
         self.tensors = without_tied_head(self)
         groups = [[self.tensors[name] for name in tensors if name in self.tensors] for tensors in files.values()]
         self.shards = name_shards([group for group in groups if group], {})

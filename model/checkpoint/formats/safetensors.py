@@ -18,7 +18,7 @@ import numpy as np
 from model.checkpoint import hf_folder
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
-from model.checkpoint.tensor import BITS, Array, Span, Tensor, numpy_dtype
+from model.checkpoint.tensor import BITS, Array, Span, TensorInfo, numpy_dtype
 from model.common import checks
 from model.common.checks import LARGEST_COUNT
 from model.common.errors import CheckpointError
@@ -32,7 +32,7 @@ _OPENING = Lock()
 class Header:
     """A parsed header: the tensors in file order, and the byte offset of each in the file."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
     offsets: dict[str, int]
     metadata: dict[str, str]
 
@@ -79,8 +79,10 @@ def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -
             raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
         # Products of numbers without a limit would take hours.
         if len(shape) > MAX_AXES or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape):
-            raise ValueError(f"tensor {name!r} has the impossible shape {checks.show(shape)}")
-        tensor = Tensor(name, dtype, shape)
+            raise ValueError(f"tensor {name!r} has the impossible shape {checks.short_repr(shape)}")
+        if prod(n for n in shape if n) >= LARGEST_COUNT:  # numpy makes no such array, not even an empty one
+            raise ValueError(f"tensor {name!r} has the impossible shape {checks.short_repr(shape)}")
+        tensor = TensorInfo(name, dtype, shape)
         if type(begin) is not int or type(end) is not int:
             raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
         name.encode()  # raises for names that a file cannot hold

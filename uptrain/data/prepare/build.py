@@ -69,23 +69,29 @@ class CacheBuild:
                 yield unit
 
     def _check(self) -> None:
-        """Raise InputError for errors that do not depend on unfinished units.
-
-        A failed unit beyond the quota is no error: with fewer workers it might not have been read.
-        """
+        """Raise InputError for errors that do not depend on unfinished units."""
         for source_quota in self.source_quotas:
-            check_bad(
-                map(self.records.__getitem__, source_quota.prefix(self.records, self.machine_shard)), self.skip_bad
-            )
-            for unit in source_quota.units:
-                if unit.number in self._failed and not source_quota.is_filled(self.records, self.machine_shard):
-                    raise self._failed[unit.number]
-                if (
-                    unit.number not in self.records
-                    and source_quota.quota is not None
-                    and self.machine_shard.has(unit.number)
-                ):
-                    break
+            finished = source_quota.prefix(self.records, self.machine_shard)
+            check_bad((self.records[number] for number in finished), self.skip_bad)
+            failure = self._first_failure(source_quota)
+            if failure is not None:
+                raise failure
+
+    def _first_failure(self, source_quota: SourceQuota) -> InputError | None:
+        """Return the error of the first failed unit that is certain to be needed, if any.
+
+        A failed unit beyond the quota is no error: with fewer workers it might not have been read. So with a quota the
+        search ends at the first unfinished unit.
+        """
+        if source_quota.is_filled(self.records, self.machine_shard):
+            return None
+        for unit in source_quota.units:
+            if unit.number in self._failed:
+                return self._failed[unit.number]
+            is_unfinished = self.machine_shard.has(unit.number) and unit.number not in self.records
+            if is_unfinished and source_quota.quota is not None:
+                return None
+        return None
 
 
 def check_bad(records: Iterable[UnitRecord], skip_bad: bool, at_end: bool = False) -> None:

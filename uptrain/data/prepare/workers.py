@@ -20,6 +20,7 @@ from uptrain.distributed.signals import blocked_in_children
 TICK_SECONDS = 0.2
 """Interval of progress updates."""
 BLOCK_BYTES = 1 << 20
+KILLED_WORKER = "a worker process was killed, perhaps for lack of memory: try fewer --workers"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -101,12 +102,16 @@ class Pool:
         self._shared = _Shared.make(context)
         self._executor = ProcessPoolExecutor(n, context, _start, (job, tokenizer, self._shared))
         self._reported = (0, 0)
+        self._closed = threading.Event()
+        with blocked_in_children():  # a signal is for the main thread
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._shared.stop.set()
+        self._closed.set()
         self._executor.shutdown(cancel_futures=True)
 
     def run(
@@ -120,9 +125,12 @@ class Pool:
         running: dict[Future[Result], Item] = {}
         while True:
             while len(running) < self._n and (item := next(items, None)) is not None:
-                with blocked_in_children():  # a worker starts when it is needed, and is stopped by the flag
-                    future = self._executor.submit(do, item)
-                running[future] = item
+                try:
+                    with blocked_in_children():  # a worker starts when it is needed, and is stopped by the flag
+                        running[self._executor.submit(do, item)] = item
+                except BrokenProcessPool as error:
+                    self._kill()
+                    raise OSError(KILLED_WORKER) from error
             if not running:
                 return
             finished, _ = wait(running, TICK_SECONDS, FIRST_COMPLETED)
@@ -130,13 +138,23 @@ class Pool:
             for future in finished:
                 if isinstance(future.exception(), BrokenProcessPool):
                     self._kill()
-                    raise OSError("a worker process was killed, perhaps for lack of memory: try fewer --workers")
+                    raise OSError(KILLED_WORKER)
                 yield running.pop(future), future
 
-    def _kill(self) -> None:
-        """Kill the workers that are left. The executor waits for them, and from Python 3.12 on it ends them by SIGTERM,
-        which they block.
+    def _watch(self) -> None:
+        """Kill all workers once one was killed, from a thread of its own.
+
+        From Python 3.12 on, the executor then waits for the others, which block its SIGTERM, and `submit` for it.
         """
+        workers: set[Any] = set()
+        while not self._closed.wait(TICK_SECONDS):
+            workers |= set(active_children()) - self._others
+            if any((process.exitcode or 0) < 0 for process in workers):
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        """Kill the workers that are left."""
         for process in set(active_children()) - self._others:
             process.kill()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import hf_folder
-from model.checkpoint.formats.dcp.names import Naming
+from model.checkpoint.formats.dcp.names import FrameworkNames
 from model.checkpoint.formats.dcp.olmo_core import is_olmo_core, olmo2_config
-from model.checkpoint.tensor import Tensor
+from model.checkpoint.tensor import TensorInfo
 from model.common.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ class ConfigSource:
     notes: tuple[str, ...] = ()
 
 
-def find_config_source(path: Path, naming: Naming | None, tensors: Iterable[Tensor]) -> ConfigSource:
+def find_config_source(path: Path, framework: FrameworkNames | None, tensors: Iterable[TensorInfo]) -> ConfigSource:
     """Return the nearest folder with config.json: the checkpoint's, its parent, or RUN/model of an uptraining run.
 
     OLMo-core's own config.json is read if there is no Hugging Face one. Raises CheckpointError if there is neither.
@@ -36,12 +36,12 @@ def find_config_source(path: Path, naming: Naming | None, tensors: Iterable[Tens
             if not is_olmo_core(source.config):
                 return source
             olmo_core.append(source)
-    if olmo_core and naming and naming.writes_config:
+    if olmo_core and framework and framework.writes_config:
         folder, run = olmo_core[0].folder, olmo_core[0].config
         config, notes = olmo2_config(folder / "config.json", run, tensors)
         return ConfigSource(folder, hf_folder.json_text(config), config, notes)
-    kind = f"is {naming.title}'s" if naming else "is a torch.distributed.checkpoint"
-    which = f" (Hugging Face's, of model_type {' or '.join(naming.model_types)})" if naming else ""
+    kind = f"is {framework.title}'s" if framework else "is a torch.distributed.checkpoint"
+    which = f" (Hugging Face's, of model_type {' or '.join(framework.model_types)})" if framework else ""
     raise CheckpointError(
         f"{path} {kind}, which needs the model's config.json{which}; it is in none of "
         f"{', '.join(map(str, places))}: copy it, with the tokenizer's files, into the first."

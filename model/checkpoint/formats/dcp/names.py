@@ -27,7 +27,7 @@ FUSED = tuple(LAYER[part][0] for part in FUSED_PARTS)
 
 
 @dataclass(frozen=True)
-class Naming:
+class FrameworkNames:
     """A framework's module names → Hugging Face's. All tensors are weights; there are no biases."""
 
     title: str
@@ -65,7 +65,7 @@ class Naming:
 # torchtitan's spelling since version 0.5 → the spelling before.
 _QKV = {f"attention.qkv_linear.{part}": f"attention.{part}" for part in ("wq", "wk", "wv")}
 
-TORCHTITAN = Naming(
+TORCHTITAN = FrameworkNames(
     "torchtitan",
     ("llama",),
     {**TOP, "lm_head": TOP["output"]},
@@ -76,7 +76,7 @@ TORCHTITAN = Naming(
     buffers=("freqs_cis",),
 )
 
-OLMO_CORE = Naming(
+OLMO_CORE = FrameworkNames(
     "OLMo-core",
     ("olmo2", "olmo3"),
     {"embeddings": "model.embed_tokens", "lm_head.norm": "model.norm", "lm_head.w_out": "lm_head"},
@@ -91,7 +91,7 @@ OLMO_CORE = Naming(
     writes_config=True,
 )  # fmt: skip
 
-NAMINGS = (TORCHTITAN, OLMO_CORE)
+FRAMEWORKS = (TORCHTITAN, OLMO_CORE)
 
 
 def layer_norms(model_type: str, hidden_size: int, n_q: int, n_kv: int) -> dict[str, Shape]:
@@ -104,18 +104,18 @@ def layer_norms(model_type: str, hidden_size: int, n_q: int, n_kv: int) -> dict[
     }  # fmt: skip
 
 
-def find_naming(path: Path, names: Iterable[str]) -> tuple[Naming | None, str]:
-    """Return the naming of the tensors (None for Hugging Face's) and the prefix of the model's tensors.
+def find_framework(path: Path, names: Iterable[str]) -> tuple[FrameworkNames | None, str]:
+    """Return the framework of the tensors (None for Hugging Face's) and the prefix of the model's tensors.
 
     Raises CheckpointError if they are not unambiguous.
     """
     names = {name for name in names if not OTHERS.search(name)}
-    candidates: list[tuple[Naming | None, str]] = [
+    candidates: list[tuple[FrameworkNames | None, str]] = [
         (None, p) for embedding in EMBEDDINGS for p in _prefixes(names, embedding)
     ]
-    for naming in NAMINGS:
-        embedding, norm = naming.landmarks
-        candidates += [(naming, prefix) for prefix in _prefixes(names, embedding) if prefix + norm in names]
+    for framework in FRAMEWORKS:
+        embedding, norm = framework.landmarks
+        candidates += [(framework, prefix) for prefix in _prefixes(names, embedding) if prefix + norm in names]
     if not candidates and any(name.startswith(PART_OF_STUDENT) for name in names):
         raise CheckpointError(
             f"{path} holds only the tensors that a run of `uptrain` has trained; `uptrain export RUN OUT` writes the "

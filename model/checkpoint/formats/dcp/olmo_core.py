@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.checkpoint.llama_config import dtype_settings, rope_settings
-from model.checkpoint.tensor import Tensor
+from model.checkpoint.tensor import TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def is_olmo_core(config: Mapping[str, Any]) -> bool:
 
 
 def olmo2_config(
-    path: Path, run: Mapping[str, Any], tensors: Iterable[Tensor]
+    path: Path, run: Mapping[str, Any], tensors: Iterable[TensorInfo]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
     """Return the Hugging Face config of a run's model, and notes for the user.
 

@@ -15,11 +15,11 @@ import numpy as np
 from model.checkpoint import hf_folder, rope_order
 from model.checkpoint.formats.dcp.config_source import find_config_source
 from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
-from model.checkpoint.formats.dcp.names import find_naming
+from model.checkpoint.formats.dcp.names import find_framework
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tied import without_tied_head
 from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
@@ -43,19 +43,21 @@ class DistributedFolder(Checkpoint):
             )
         entries = read_metadata(path / METADATA).tensors
         requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
-        naming, prefix = find_naming(path, entries) if requested is None else (None, requested)
-        parts = own_names(path, entries, prefix, naming)
-        source = find_config_source(path, naming, [Tensor(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()])
-        self._home, self.config_text, self.config = source.folder, source.config_text, source.config
+        framework, prefix = find_framework(path, entries) if requested is None else (None, requested)
+        parts = own_names(path, entries, prefix, framework)
+        source = find_config_source(
+            path, framework, [TensorInfo(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()]
+        )
+        self._config_folder, self.config_text, self.config = source.folder, source.config_text, source.config
         self.notes = source.notes
-        model = renamed(path, parts, naming, self.config)
+        model = renamed(path, parts, framework, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / METADATA, *(path / name for name in names))
         allow_open_files(len(names))
         files = {name: _map(path, name) for name in names}
         self._parts = model
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
-        self.tensors = {name: Tensor(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
+        self.tensors = {name: TensorInfo(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
         self.tensors = without_tied_head(self)
         # The config is another folder's: training keeps float32 weights of a bfloat16 model, for example.
         settings = dtype_settings(self.tensors.values())
@@ -64,14 +66,14 @@ class DistributedFolder(Checkpoint):
             self.config |= changed
             self.config_text = hf_folder.json_text(self.config)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
-        self.side_files, skipped_files = hf_folder.list_files(
-            self._home, deep=self._home not in path.absolute().parents
-        )
+        is_above = self._config_folder in path.absolute().parents
+        only = hf_folder.MODEL_FILES if is_above else ("*",)
+        self.side_files, skipped_files = hf_folder.list_files(self._config_folder, deep=not is_above, only=only)
         self.skipped_files = tuple(name for name in skipped_files if name not in (METADATA, *names))
 
     @property
-    def home(self) -> Path:
-        return self._home
+    def config_folder(self) -> Path:
+        return self._config_folder
 
     def span(self, name: str) -> Span | None:
         return self._stored[name][1] if self._parts[name].is_verbatim else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from model.checkpoint.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.dcp.metadata import Entry
-from model.checkpoint.formats.dcp.names import OTHERS, Naming, layer_norms
+from model.checkpoint.formats.dcp.names import OTHERS, FrameworkNames, layer_norms
 from model.checkpoint.tied import HEAD
 from model.checkpoint.torch_file import DTYPES, check_name
 from model.common import checks
@@ -42,22 +42,27 @@ class _Model:
     shapes: dict[str, Shape]
     """Hugging Face name → shape, in Hugging Face's order."""
 
-    def split(self, hidden: Shape) -> tuple[Shape, list[tuple[int, ...] | None]]:
-        """Return the shape of a fused tensor, and the heads in it that belong to Q, K and V."""
+    def fused_shape(self, hidden: Shape) -> Shape:
+        return ((self.n_heads + 2 * self.n_kv_heads) * self.head_dim, *hidden)
+
+    def split(self) -> list[tuple[int, ...] | None]:
+        """Return the heads in a fused tensor that belong to Q, K and V."""
         heads_per_group = self.n_heads // self.n_kv_heads
         starts = range(0, self.n_heads + 2 * self.n_kv_heads, heads_per_group + 2)
         queries = tuple(start + i for start in starts for i in range(heads_per_group))
         keys, values = (tuple(start + heads_per_group + i for start in starts) for i in (0, 1))
-        return ((self.n_heads + 2 * self.n_kv_heads) * self.head_dim, *hidden), [queries, keys, values]
+        return [queries, keys, values]
 
 
-def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Naming | None) -> dict[str, Entry]:
+def own_names(
+    path: Path, entries: Mapping[str, Entry], prefix: str, framework: FrameworkNames | None
+) -> dict[str, Entry]:
     """Return the model's tensors under their names without the prefix.
 
     Raises CheckpointError for an entry that belongs neither to the model nor to the training state.
     """
     chosen = {}
-    buffers = naming.buffers if naming else ()
+    buffers = framework.buffers if framework else ()
     for name, entry in entries.items():
         own = name.removeprefix(prefix)
         if OTHERS.search(name) or (name.startswith(prefix) and own in buffers):
@@ -73,34 +78,35 @@ def own_names(path: Path, entries: Mapping[str, Entry], prefix: str, naming: Nam
 
 
 def renamed(
-    path: Path, entries: Mapping[str, Entry], naming: Naming | None, config: Mapping[str, Any]
+    path: Path, entries: Mapping[str, Entry], framework: FrameworkNames | None, config: Mapping[str, Any]
 ) -> dict[str, Part]:  # fmt: skip
     """Return the model's tensors under their Hugging Face names.
 
     Tensors with a framework's names must be exactly those that the config describes. Raises CheckpointError otherwise.
     """
-    if naming is None:
+    if framework is None:
         return {name: Part(name, entry, entry.shape) for name, entry in entries.items()}
-    model = _model(path, naming, config)
+    model = _model(path, framework, config)
     parts: dict[str, Part] = {}
     for name, entry in entries.items():
-        hf_names = naming.rename(name)
+        hf_names = framework.rename(name)
         if not hf_names or hf_names[0] not in model.shapes:
             raise CheckpointError(
-                f"{path} holds {name} of shape {entry.shape}, which {naming.title} does not have in a "
+                f"{path} holds {name} of shape {entry.shape}, which {framework.title} does not have in a "
                 f"{config['model_type']} of config.json's sizes; refused."
             )
-        expected, heads = model.shapes[hf_names[0]], list[tuple[int, ...] | None]([None])
-        if len(hf_names) > 1:
-            expected, heads = model.split(expected[1:])
+        expected, is_fused = model.shapes[hf_names[0]], len(hf_names) > 1
+        if is_fused:
+            expected = model.fused_shape(expected[1:])
         if entry.shape != expected:
             raise CheckpointError(
                 f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not match."
             )
+        heads: list[tuple[int, ...] | None] = model.split() if is_fused else [None]
         for new, selection in zip(hf_names, heads, strict=True):
             if new in parts:
                 raise CheckpointError(f"{path} holds {parts[new].name} and {name}, two names of the same tensor.")
-            pairs = any(f".{part}." in new for part in naming.pairs)
+            pairs = any(f".{part}." in new for part in framework.pairs)
             parts[new] = Part(name, entry, model.shapes[new], model.head_dim, selection, pairs)
     for name in model.shapes:
         if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
@@ -110,17 +116,19 @@ def renamed(
     return {name: parts[name] for name in model.shapes if name in parts}
 
 
-def _model(path: Path, naming: Naming, config: Mapping[str, Any]) -> _Model:
+def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> _Model:
     """Return the sizes in a Hugging Face config. Raises CheckpointError if the framework has no such model."""
     model_type = config.get("model_type")
-    if model_type not in naming.model_types:
+    if model_type not in framework.model_types:
         raise CheckpointError(
-            f"{path} has {naming.title}'s names of tensors, which are known for model_type "
-            f"{' and '.join(naming.model_types)}; its config.json says {model_type!r}."
+            f"{path} has {framework.title}'s names of tensors, which are known for model_type "
+            f"{' and '.join(framework.model_types)}; its config.json says {model_type!r}."
         )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise CheckpointError(f"{path}: config.json says {key} = {config[key]}, but {naming.title} has no biases.")
+            raise CheckpointError(
+                f"{path}: config.json says {key} = {config[key]}, but {framework.title} has no biases."
+            )
     n_layers, vocab_size, hidden_size, n_mlp, n_heads = (
         _positive(config, key)
         for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")

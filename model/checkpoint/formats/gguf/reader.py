@@ -23,7 +23,7 @@ from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
 from model.checkpoint.hf_folder import json_text, refuse_lfs_pointer
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_settings
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.printable import markdown
@@ -135,6 +135,8 @@ class GGUFFile(Checkpoint):
         meta = self._metadata
         n_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
         head_dim = meta.integer("attention.key_length", hidden_size // n_heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{self.path} has heads of {head_dim} dimensions; RoPE needs an even number.")
         for key in ("rope.dimension_count", "attention.value_length"):
             if meta.integer(key, head_dim) != head_dim:
                 raise CheckpointError(
@@ -305,11 +307,11 @@ def _is_quantised(stored: StoredTensor) -> bool:
     return stored.kind not in NOT_QUANTISED
 
 
-def _describe(path: Path, name: str, stored: StoredTensor) -> Tensor:
+def _describe(path: Path, name: str, stored: StoredTensor) -> TensorInfo:
     if _is_quantised(stored) and (len(stored.shape) == 1 or not _can_dequantise(stored.kind)):
         shape = "a vector" if len(stored.shape) == 1 else "a matrix"
         raise CheckpointError(f"{path} holds {name}, {shape}, as {stored.kind}, which is not supported.")
-    return Tensor(name, "F32" if _is_quantised(stored) else stored.kind, stored.shape)
+    return TensorInfo(name, "F32" if _is_quantised(stored) else stored.kind, stored.shape)
 
 
 @cache
@@ -338,11 +340,14 @@ def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> 
     All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192. Raises CheckpointError for
     anything else.
     """
+    refusal = f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported."
+    if factors.shape != (head_dim // 2,):
+        raise CheckpointError(refusal)
     factor, low, high, context = float(str(np.float32(factors.max()))), 1.0, 4.0, 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
-    if factors.shape != smooth.shape or not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
-        raise CheckpointError(f"{path} has {ROPE_FACTORS} that are not Llama 3.1's; this RoPE is not supported.")
+    if not np.allclose(factors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-5):
+        raise CheckpointError(refusal)
     return llama3_scaling(factor, low, high, context)
 
 

@@ -16,7 +16,7 @@ from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
 from model.checkpoint.shard_index import refuse_dangling
-from model.checkpoint.tensor import Array, Span, Tensor
+from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tensor_blocks import whole_rows
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.common.errors import CheckpointError
@@ -36,7 +36,7 @@ class MetaFolder(Checkpoint):
         self.weight_files = _files(path)
         parts = [read_tensors(file) for file in self.weight_files]
         self._wholes = ParallelLayout(self.weight_files, parts, self._params).wholes()
-        self.tensors = {name: Tensor(name, whole.dtype, whole.shape) for name, whole in self._wholes.items()}
+        self.tensors = {name: TensorInfo(name, whole.dtype, whole.shape) for name, whole in self._wholes.items()}
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         vocab_size = self.tensors["model.embed_tokens.weight"].shape[0]
         context_length, note = self._params.context_length()

@@ -19,7 +19,7 @@ from model.decoder.loading import build_meta, load_llama
 from model.families import NATIVE_FAMILIES, find_family
 
 
-class NextToken(ABC):
+class IncrementalDecoder(ABC):
     """A model in memory, and the KV cache of the texts that it continues."""
 
     n_embeddings: int
@@ -49,7 +49,7 @@ def check_writes_text(checkpoint: Checkpoint) -> None:
         build_meta(checkpoint)
 
 
-def open_model(checkpoint: Checkpoint, device: str) -> NextToken:
+def open_model(checkpoint: Checkpoint, device: str) -> IncrementalDecoder:
     """Load a whole model onto a device, in the checkpoint's dtype.
 
     Raises CheckpointError if neither the project's own decoder nor transformers can load it.
@@ -63,7 +63,7 @@ def open_model(checkpoint: Checkpoint, device: str) -> NextToken:
     return _Transformers(TransformersLayers(checkpoint, 1, device).load_whole())
 
 
-class _Native(NextToken):
+class _Native(IncrementalDecoder):
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._model, self._weight = model, model.head_weight
         self.n_embeddings = model.model.embed_tokens.num_embeddings
@@ -75,7 +75,7 @@ class _Native(NextToken):
         return decode(self._model, ids_B.to(self._weight.device), self._cache).cpu()
 
 
-class _Transformers(NextToken):
+class _Transformers(IncrementalDecoder):
     def __init__(self, hf_model: Any) -> None:
         self._model = hf_model
         self.n_embeddings = self._model.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,37 @@
+"""Find the options of a run, and the micro-batch, that fit a device."""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
+from uptrain.data.default_sizes import default_micro_batch
+from uptrain.training.parts import parts_of
+
+
+def micro_batch_sizes(seq_len: int) -> Iterator[int]:
+    """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one."""
+    n = default_micro_batch(seq_len)
+    while n > 1:
+        yield n
+        n //= 2
+    yield 1
+
+
+def first_that_fits(
+    estimator: MemoryEstimator,
+    parts: Iterable[str],
+    nbytes: int,
+    devices: int = 1,
+    recompute: Iterable[bool] = (False, True),
+) -> MemoryOptions | None:
+    """Return the first options whose memory on each device is at most `nbytes`; None if none is.
+
+    The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
+    model does not have are left out.
+    """
+    known = [part for part in parts if part in parts_of(estimator.config)]
+    for part, again, size in product(known, recompute, micro_batch_sizes(estimator.seq_len)):
+        chosen = MemoryOptions(part, size, again)
+        if estimator.memory(chosen).of(devices) <= nbytes:
+            return chosen
+    return None
