@@ -161,8 +161,7 @@ def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(
             f"config.json has no_rope_layers = {checks.short_repr(listed)}; it must give for each of {n_layers} "
-            "layers 1 "
-            "(rotated) or 0."
+            "layers 1 (rotated) or 0."
         )
     return [bool(value) for value in listed]
 

@@ -45,8 +45,7 @@ class EncoderDecoderLayers(ModelLayers):
         if not checks.is_whole_number(start, least=0):
             raise CheckpointError(
                 f"config.json has decoder_start_token_id = {checks.short_repr(start)}; it must be the number of the "
-                "token "
-                "that begins a text of the decoder."
+                "token that begins a text of the decoder."
             )
         self._start: int = start
         self.n_layers = 2 * self._geometry.n_layers

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from convert.calibration.incremental_decoder import IncrementalDecoder, open_model
-from convert.calibration_text.read import copy_tokenizer
+from convert.calibration_text.read import open_hf_tokenizer
 from convert.calibration_text.text import CalibrationText
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -33,7 +32,7 @@ from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256, replace_file
 from model.common.machine import available_memory
-from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES, open_tokenizer
+from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
 from model.families import is_native
@@ -221,9 +220,7 @@ def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...]
 
     Without a template, the first tuple is empty.
     """
-    with TemporaryDirectory() as folder:
-        copy_tokenizer(checkpoint, Path(folder))
-        tokenizer: Any = open_tokenizer(Path(folder))
+    tokenizer: Any = open_hf_tokenizer(checkpoint)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     vocabulary = sorted(set(tokenizer.get_vocab().values()) - special)
     if not tokenizer.chat_template:

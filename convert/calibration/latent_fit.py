@@ -19,9 +19,9 @@ from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
+from convert.latent.frequencies import frequencies_at
 from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
-from convert.latent.rotation import frequencies_at
 from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance

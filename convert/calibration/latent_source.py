@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from convert.latent.check_source import check_latent_source
-from convert.latent.rotation import SourceRope
+from convert.latent.frequencies import SourceRope
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig

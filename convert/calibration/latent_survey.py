@@ -18,8 +18,8 @@ from convert.calibration.layer_output import original_output, squared_error
 from convert.calibration.layer_stream import Layer, is_validation_window, iter_layers
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
+from convert.latent.frequencies import frequencies_at, spacings, stock_positions
 from convert.latent.layer import LatentLayer
-from convert.latent.rotation import frequencies_at, spacings, stock_positions
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance

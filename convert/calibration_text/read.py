@@ -168,14 +168,10 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
         raise UnsupportedMethodError(f"{refusal}; {advice}.")
     if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
         raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        copy_tokenizer(checkpoint, folder)
-        try:
-            backend: Tokenizer | None = getattr(open_tokenizer(folder), "backend_tokenizer", None)
-        except CheckpointError as error:
-            reason = str(error).replace(name, str(checkpoint.path)).rstrip(".")
-            raise UnsupportedMethodError(f"{refusal}: {reason}; or {advice}.") from error
+    try:
+        backend: Tokenizer | None = getattr(open_hf_tokenizer(checkpoint), "backend_tokenizer", None)
+    except CheckpointError as error:
+        raise UnsupportedMethodError(f"{refusal}: {str(error).rstrip('.')}; or {advice}.") from error
     if backend is None:
         raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
     return backend
@@ -191,16 +187,22 @@ def _is_tiktoken(content: Path | bytes | None) -> bool:
     return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
 
 
-def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy the files of a checkpoint's tokenizer into a folder.
+def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Return transformers' tokenizer of a checkpoint. Raises CheckpointError if transformers cannot open its files.
 
-    Without tokenizer.json, the config says which class of transformers makes the tokenizer of the others.
+    Without tokenizer.json, the config says which class makes the tokenizer of the other files.
     """
-    if WHOLE not in checkpoint.side_files:
-        write_file(folder / "config.json", checkpoint.config_text)
-    for name, content in checkpoint.side_files.items():
-        if name in VOCABULARIES or name.startswith(TOKENIZER_FILES):
-            copy_file(content, folder / name)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if WHOLE not in checkpoint.side_files:
+            write_file(folder / "config.json", checkpoint.config_text)
+        for file, content in checkpoint.side_files.items():
+            if file in VOCABULARIES or file.startswith(TOKENIZER_FILES):
+                copy_file(content, folder / file)
+        try:
+            return open_tokenizer(folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(name, str(checkpoint.path))) from error
 
 
 def _bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:

@@ -16,8 +16,8 @@ from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
+from convert.latent.frequencies import evenly, frequencies_at, spacings
 from convert.latent.matrices import LatentMatrices
-from convert.latent.rotation import evenly, frequencies_at, spacings
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import fast_float32_matmul

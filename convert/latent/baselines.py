@@ -17,8 +17,8 @@ import numpy as np
 
 from convert.latent import LatentMethod
 from convert.latent.closed_form import InputMoments, join_parts
+from convert.latent.frequencies import SourceRope, folds
 from convert.latent.matrices import LatentMatrices
-from convert.latent.rotation import SourceRope, folds
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import LayerAttention, Real
 

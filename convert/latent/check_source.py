@@ -37,8 +37,7 @@ def check_latent_source(checkpoint: Checkpoint) -> LlamaConfig:
         if not str(architecture).endswith("ForCausalLM"):
             raise CheckpointError(
                 f"config.json has the architecture {checks.short_repr(architecture)}; only causal language models can "
-                "be "
-                "converted to latent attention."
+                "be converted to latent attention."
             )
     config = read_llama_config(checkpoint.config)
     _check_settings(config)

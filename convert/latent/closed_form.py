@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.latent.frequencies import Fold, SourceRope, coherence, folds
 from convert.latent.matrices import LatentMatrices
-from convert.latent.rotation import Fold, SourceRope, coherence, folds
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import Complex, LayerAttention, Real
 

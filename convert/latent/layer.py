@@ -5,8 +5,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.frequencies import SourceRope, frequencies_at
 from convert.latent.matrices import LatentMatrices
-from convert.latent.rotation import SourceRope, frequencies_at
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import ConvertedLayer, read_finite, rounded

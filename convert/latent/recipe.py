@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNormKind
-from convert.latent.rotation import SourceRope, evenly, stock_positions
+from convert.latent.frequencies import SourceRope, evenly, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.merging.recipe import Recipe
 from model.common.checks import is_finite
@@ -27,7 +27,7 @@ class LatentRecipe(Recipe):
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
-    """The channels of the rotated key (`convert.latent.rotation`); None until the calibration has chosen them."""
+    """The channels of the rotated key (`convert.latent.frequencies`); None until the calibration has chosen them."""
 
     @property
     def by_layer(self) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from convert.latent.frequencies import rope_parameters
 from convert.latent.layer import LatentLayer
 from convert.latent.recipe import LatentRecipe, is_exact
-from convert.latent.rotation import rope_parameters
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.latent.stock_tensors import rounded_weight
 from convert.planning.notes import partly_cached

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
 from convert.latent import Frequencies, LatentMethod, LatentNormKind
+from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.latent.rotation import SourceRope
 from convert.latent.sizes import LatentSizes, choose_sizes
 from convert.planning.resolve_merge import MergeOptions, read_text
 from model.checkpoint import Checkpoint

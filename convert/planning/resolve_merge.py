@@ -115,8 +115,7 @@ def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
         if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
             raise UnsupportedMethodError(
                 f"config.json has clip_qkv = {checks.short_repr(settings['clip_qkv'])}, which --method {method} "
-                "cannot take "
-                "into account by the weights alone; calibrate it on a text, or use --method mean."
+                "cannot take into account by the weights alone; calibrate it on a text, or use --method mean."
             )
 
 

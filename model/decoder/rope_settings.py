@@ -80,8 +80,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise CheckpointError(
             f"config.json has RoPE settings for {checks.short_repr(nested[0])} alone; settings that differ from layer "
-            "to "
-            "layer are not implemented."
+            "to layer are not implemented."
         )
     bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
     if len(bases) == 2 and bases[0] != bases[1]:

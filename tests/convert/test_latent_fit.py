@@ -24,8 +24,8 @@ from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_stream import iter_layers
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.frequencies import evenly, frequencies_at
 from convert.latent.recipe import LATENT, LatentRecipe
-from convert.latent.rotation import evenly, frequencies_at
 from convert.planning.latent_plan import make_latent_plan
 from model.checkpoint import open_checkpoint
 

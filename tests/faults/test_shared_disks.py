@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from self_kill import run_self_killing
 from staged import MEAN, left_behind
 
 from model.common.errors import InputError
-from model.common.files import FileLock, LockedError, lies_in
+from model.common.files import FileLock, LockedError, StoppedError, file_sha256, lies_in
 from model.common.staging import Staging
 from uptrain.runs.folder import locked
 
@@ -307,3 +309,13 @@ def test_source_under_another_name_is_not_replaced(convert, source, tmp_path, mo
     before = tiny.snapshot(source)
     convert("mha-to-gqa", source, tmp_path / out, *MEAN, "--overwrite").refused(words)
     assert tiny.snapshot(source) == before
+
+
+def test_hashing_ends_soon_after_it_is_stopped(tmp_path):
+    """An interrupted command waits for its threads; a file may take minutes."""
+    (tmp_path / "large").write_bytes(bytes(3 << 20))
+    stop = threading.Event()
+    assert file_sha256(tmp_path / "large", stop) == hashlib.sha256(bytes(3 << 20)).hexdigest()
+    stop.set()
+    with pytest.raises(StoppedError):
+        file_sha256(tmp_path / "large", stop)

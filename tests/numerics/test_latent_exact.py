@@ -11,7 +11,7 @@ from latent import config, divergence, edit_tensors, logits, make_source, make_u
 from latent_reference import attend
 
 from convert.latent.closed_form import moments_from_norm, solve
-from convert.latent.rotation import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
+from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.weights import LayerAttention

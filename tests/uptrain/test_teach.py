@@ -116,6 +116,24 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_all_shards_have_one_precision(uptrain, inputs, tmp_path, monkeypatch):
+    """What a GPU began in bfloat16 goes on so on a CPU; parts that two devices began are not joined."""
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
+    out, other = tmp_path / "out", tmp_path / "other"
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr("uptrain.teach._precision", lambda stagings: "bf16")
+        assert uptrain(*teach_arguments(inputs, out, "--shard", "1/3")).code == 0
+        assert uptrain(*teach_arguments(inputs, other, "--shard", "1/2")).code == 0
+    assert uptrain(*teach_arguments(inputs, other, "--shard", "2/2")).code == 0
+    before = tiny.snapshot(tmp_path)
+    uptrain(*teach_arguments(inputs, other)).refused("shards were computed in bf16 (", " and fp32 (")
+    assert tiny.snapshot(tmp_path) == before, "nothing is lost"
+    monkeypatch.setattr("uptrain.teach.load_teacher", counted := Counted())
+    assert json.loads(uptrain(*teach_arguments(inputs, out, "--json")).out)["precision"] == "bf16"
+    assert [precision for _, precision in counted.calls] == ["bf16"]
+    assert {shard.precision for shard in LogitsManifest.parse(out).shards} == {"bf16"}
+
+
 def test_more_shards_than_a_process_may_open(inputs, teach, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 2_000)
     logits = teach(tmp_path / "logits")

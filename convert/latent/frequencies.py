@@ -1,8 +1,8 @@
 """Choose the frequencies of the shared rotated key, and write them to `config.json`.
 
-A *pair* is two dimensions of the source's heads; pair p rotates with frequency f_p. A *channel* is two
-dimensions of the shared key. The position of a channel is its frequency in units of pairs: 1.5 is the geometric mean
-of pairs 1 and 2.
+A *pair* is two dimensions of the source's heads that RoPE rotates together; pair p rotates with frequency f_p. A
+*channel* is two dimensions of the shared key. The position of a channel is its frequency in units of pairs: 1.5 is the
+geometric mean of pairs 1 and 2.
 """
 
 from collections import defaultdict
