@@ -8,12 +8,20 @@ head_dim, X inputs (the hidden size, and a constant 1 where there are biases).
 
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_output import outputs, squared_error, weights_of, with_weights
+from convert.calibration.layer_output import (
+    AnyAttention,
+    AnyWeights,
+    outputs,
+    squared_error,
+    weights_of,
+    with_weights,
+)
 from convert.calibration.layer_stream import Layer, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
@@ -98,14 +106,30 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
 def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
-    if merge.recipe.refit:
-        answers = outputs(layer, weights_of(after), range(layer.text.n_windows))
-        after = refit_output(after, answers, layer.module.device)
-    if merge.recipe.refine:
-        start = weights_of(after)
-        best = refine(layer, start, merge.recipe.refine, merge.recipe.seed, advance)
-        after = after if best is start else with_weights(after, best)
+    after = refit_and_refine(layer, merge.recipe, after, weights_of, with_weights, advance)
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
+
+
+def refit_and_refine(
+    layer: Layer,
+    recipe: Recipe,
+    attention: AnyAttention,
+    weights_of: Callable[[AnyAttention], AnyWeights],
+    with_weights: Callable[[AnyAttention, AnyWeights], AnyAttention],
+    advance: Advance,
+) -> AnyAttention:
+    """Return the attention with its output projection refitted, then all of it refined, as far as the recipe asks.
+
+    `weights_of` copies the attention to float32, and `with_weights` puts such values back.
+    """
+    if recipe.refit:
+        answers = outputs(layer, weights_of(attention), range(layer.text.n_windows))
+        attention = refit_output(attention, answers, layer.module.device)
+    if recipe.refine:
+        start = weights_of(attention)
+        best = refine(layer, start, recipe.refine, recipe.seed, advance)
+        attention = attention if best is start else with_weights(attention, best)
+    return attention
 
 
 def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAttention:
@@ -122,19 +146,14 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
     merge_group, find_others = find_group_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
-    best = apply_maps(before, moments, maps)
+    first = apply_maps(before, moments, maps)
     if find_others is None:
-        return best
-    windows = comparison_windows(layer)
-    least = squared_error(layer, weights_of(best), windows)
+        return first
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
-    others = [find_others(known, own_maps, moments_from_weights(group)) for known, own_maps, group in groups]
-    for other_maps in zip(*others, strict=True):
-        merged = apply_maps(before, moments, list(other_maps))
-        error = squared_error(layer, weights_of(merged), windows)
-        if error < least:
-            best, least = merged, error
-    return best
+    others = zip(*(find_others(known, own, moments_from_weights(group)) for known, own, group in groups), strict=True)
+    solutions = chain([first], (apply_maps(before, moments, list(other_maps)) for other_maps in others))
+    windows = comparison_windows(layer)
+    return min(solutions, key=lambda merged: squared_error(layer, weights_of(merged), windows))
 
 
 def comparison_windows(layer: Layer) -> list[int]:

@@ -8,24 +8,23 @@ positions, A those of the decoder.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
+from convert.calibration.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
+from convert.calibration.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
-from model.decoder.observed_attention import ObservedCall, attention_weights, observe_attention
-from model.decoder.transformers_classes import build_empty_model, load_state, no_attention_function, refusing
+from model.decoder.observed_attention import ObservedCall
+from model.decoder.transformers_classes import build_empty_model, load_state
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
@@ -60,9 +59,6 @@ class EncoderDecoderLayers(ModelLayers):
         load_state(self._model, state, prefix, str(self.checkpoint.path))
         return self._model.get_submodule(prefix.removesuffix(".")).to(self.device)
 
-    def _refusing(self) -> AbstractContextManager[None]:
-        return refusing(f"transformers cannot run the model of {self.checkpoint.path}", running=True)
-
     @cached_property
     def _encoder(self) -> Any:
         """The encoder with its weights, all of them in memory."""
@@ -81,16 +77,16 @@ class EncoderDecoderLayers(ModelLayers):
     def embed(self, ids_BT: Tensor) -> Tensor:
         encoded_BE, decoded_BA = ids_BT.tensor_split([self._n_encoded], dim=1)
         decoded_BA = F.pad(decoded_BA[:, :-1], (1, 0), value=self._start)
-        ids_V, rows_BT = torch.unique(torch.cat([encoded_BE, decoded_BA], dim=1), return_inverse=True)
-        rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
-        states_BTM = torch.from_numpy(np.concatenate(rows).astype(np.float32))[rows_BT].to(self.device)
-        with self._refusing(), torch.no_grad():
+        ids_BT = torch.cat([encoded_BE, decoded_BA], dim=1)
+        rows_VM, row_BT = embedding_rows(self.checkpoint, self.embedding_name, ids_BT)
+        states_BTM = rows_VM[row_BT].to(self.device)
+        with refusing_to_run(self.checkpoint), torch.no_grad():
             encoded_BEM = self._encoder(inputs_embeds=states_BTM[:, : self._n_encoded]).last_hidden_state
         return torch.cat([encoded_BEM, states_BTM[:, self._n_encoded :]], dim=1)
 
     def load(self, index: int) -> "DecoderLayer":
         self.__dict__.pop("_encoder", None)  # its memory is the layers' now
-        with self._refusing(), torch.no_grad():
+        with refusing_to_run(self.checkpoint), torch.no_grad():
             added_1HAA = self._added_1HAA
             self._model.to_empty(device="meta")
             stem = f"decoder.block.{index // 2}.layer."
@@ -114,7 +110,7 @@ class EncoderDecoderLayers(ModelLayers):
                 self.load(index).run(states_1TM, lambda heads: None)
 
 
-class DecoderLayer(LayerModule):
+class DecoderLayer(ObservedLayer):
     """Self-attention or, with a feed-forward network, cross-attention of a layer of the decoder."""
 
     rotation = None
@@ -134,8 +130,6 @@ class DecoderLayer(LayerModule):
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
         self._added_1HAA, self.device = added_1HAA, attention.o.weight.device
-        self._last_call: ObservedCall
-        """What the class's attention received last."""
 
     def _arguments(self, encoded_BEM: Tensor) -> dict[str, Any]:
         """Return the arguments of the attention, but for the states."""
@@ -151,7 +145,6 @@ class DecoderLayer(LayerModule):
         attended: list[Tensor] = []
 
         def observe(call: ObservedCall) -> None:
-            self._last_call = call
             q_BAHD, k_BSGD, v_BSGD = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v))
             self.check_finite(q_BAHD, k_BSGD, v_BSGD)
             observer(HeadStates(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
@@ -159,28 +152,22 @@ class DecoderLayer(LayerModule):
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
         hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
-            with observe_attention(self._model_type, self._attention, observe):
+            with self._observing(observe):
                 next_BAM = self._sublayer(states_BAM, **self._arguments(encoded_BEM))[0]
         finally:
             hook.remove()
-        if not self._last_call:
-            raise no_attention_function(self._model_type)
         if self._feed_forward is not None:
             next_BAM = self._feed_forward(next_BAM)
         self.check_finite(next_BAM)
         return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
 
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
-
     def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
         mixed: list[Tensor] = []
-        repeats = self.n_kv_heads * self.head_dim // len(weights.k_CX)
-        k_CX, v_CX = (
-            rows.view(-1, self.head_dim, rows.shape[1]).repeat_interleave(repeats, dim=0).flatten(0, 1)
-            for rows in (weights.k_CX, weights.v_CX)
-        )
-        parameters = {"q.weight": weights.q_CX, "k.weight": k_CX, "v.weight": v_CX}
+        parameters = {
+            "q.weight": weights.q_CX,
+            "k.weight": self._repeated(weights.k_CX),
+            "v.weight": self._repeated(weights.v_CX),
+        }
         encoded_BEM, x_BAM = x_BTM.tensor_split([self._n_encoded], dim=1)
         hook = self._attention.o.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
         try:

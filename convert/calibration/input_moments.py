@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_module import HeadStates
-from convert.calibration.layer_stream import Layer
+from convert.calibration.layer_stream import Layer, is_validation_window
 from convert.latent.closed_form import InputMoments
 from model.decoder.devices import float64_device, to_float64
 
@@ -65,6 +65,10 @@ class InputSums:
             self._tokens_XX += _products(x_TX, x_TX)
             self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)
             self._mixed_XX += _products(mixed_NX, mixed_NX) / len(mixed_NX)
+
+    def training_keys(self) -> list[tuple[int, DrawnKeys]]:
+        """Return the keys drawn in training windows, each with its window's index."""
+        return [(n, drawn) for n, drawn in enumerate(self.drawn_keys) if not is_validation_window(n)]
 
     def moments(self) -> InputMoments:
         """Return the moments. Call it once, after all `add`s."""

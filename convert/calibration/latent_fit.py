@@ -6,16 +6,12 @@ FOLDER/model.layers.11….latent.npz     layer 11, converted
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from convert.calibration.calibrate_layers import comparison_windows, write_layers
+from convert.calibration.calibrate_layers import comparison_windows, refit_and_refine, write_layers
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
-from convert.calibration.latent_weights import latent_weights, with_latent_weights
-from convert.calibration.layer_output import outputs, squared_error
-from convert.calibration.layer_stream import Layer, is_validation_window
-from convert.calibration.refine import refine
-from convert.calibration.refit_output import refit_output
+from convert.calibration.latent_weights import LatentWeights, latent_weights, with_latent_weights
+from convert.calibration.layer_output import squared_error
+from convert.calibration.layer_stream import Layer
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
@@ -50,7 +46,6 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, adva
     before, moments = conversion.read(checkpoint), sums.moments()
     frequencies_F = frequencies_at(conversion.rope, positions)
     windows = comparison_windows(layer)
-    fitted = [(n, drawn) for n, drawn in enumerate(sums.drawn_keys) if not is_validation_window(n)]
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":
@@ -60,16 +55,12 @@ def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, adva
             return
         for closed in solve_each(before, moments, conversion.sizes, conversion.rope, positions, KEY_WEIGHTS):
             yield closed
-            both = np.array(conversion.rope.frequencies), frequencies_F
-            yield solve_queries(layer, before, closed, conversion.sizes, both, fitted)
+            yield solve_queries(layer, before, closed, conversion, sums.training_keys())
 
-    after = min(candidates(), key=lambda latent: squared_error(layer, latent_weights(latent, frequencies_F), windows))
-    after = conversion.balance(after)
-    if conversion.recipe.refit:
-        answers = outputs(layer, latent_weights(after, frequencies_F), range(layer.text.n_windows))
-        after = refit_output(after, answers, layer.module.device)
-    if conversion.recipe.refine:
-        start = latent_weights(after, frequencies_F)
-        best = refine(layer, start, conversion.recipe.refine, conversion.recipe.seed, advance)
-        after = after if best is start else with_latent_weights(after, best)
-    return after
+    def weights_of(latent: LatentMatrices) -> LatentWeights:
+        return latent_weights(latent, frequencies_F)
+
+    best = min(candidates(), key=lambda latent: squared_error(layer, weights_of(latent), windows))
+    return refit_and_refine(
+        layer, conversion.recipe, conversion.balance(best), weights_of, with_latent_weights, advance
+    )

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from convert.calibration.input_moments import DrawnKeys
 from convert.calibration.layer_stream import Layer
+from convert.latent.frequencies import frequencies_at
+from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
-from convert.latent.sizes import LatentSizes
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import LayerAttention
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate
 
@@ -32,15 +33,18 @@ def solve_queries(
     layer: Layer,
     before: LayerAttention,
     latent: LatentMatrices,
-    sizes: LatentSizes,
-    frequencies: tuple[Real, Real],
+    conversion: LatentLayer,
     drawn_keys: Sequence[tuple[int, DrawnKeys]],
+    positions: tuple[float, ...] | None = None,
 ) -> LatentMatrices:
     """Return the latent attention with other rotated queries and unrotated keys.
 
-    `frequencies`: of the source's RoPE pairs and of the channels. `drawn_keys`: of the windows to fit on, by index.
+    `drawn_keys`: of the windows to fit on, by index. `positions`: the channels, if they are not the recipe's.
     """
-    device = layer.module.device
+    positions = positions or conversion.recipe.positions
+    assert positions is not None
+    sizes, device = conversion.sizes, layer.module.device
+    frequencies = conversion.rope.frequencies, frequencies_at(conversion.rope, positions)
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)
         for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))

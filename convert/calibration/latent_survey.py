@@ -15,7 +15,7 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import original_output, squared_error
-from convert.calibration.layer_stream import Layer, is_validation_window, iter_layers
+from convert.calibration.layer_stream import Layer, iter_layers
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import frequencies_at, spacings, stock_positions
@@ -89,14 +89,12 @@ def _errors(
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""
     before, moments = conversion.read(checkpoint), sums.moments()
     windows = layer.text.validation_windows
-    fitted = [(n, drawn) for n, drawn in enumerate(sums.drawn_keys) if not is_validation_window(n)]
     batches = layer.text.batches(windows)
     power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:
         frequencies_F = frequencies_at(conversion.rope, positions)
         latent = solve(before, moments, conversion.sizes, conversion.rope, positions)
-        both = np.array(conversion.rope.frequencies), frequencies_F
-        latent = solve_queries(layer, before, latent, conversion.sizes, both, fitted)
+        latent = solve_queries(layer, before, latent, conversion, sums.training_keys(), positions)
         errors.append(squared_error(layer, latent_weights(latent, frequencies_F), windows) / power)
     return np.array(errors)

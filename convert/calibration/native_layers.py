@@ -12,7 +12,7 @@ from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
 from model.decoder.devices import find_device
 from model.decoder.llama import Attention, Block, Rotation
-from model.decoder.loading import check_runnable, embedding_name, load_block, load_embedding
+from model.decoder.loading import check_runnable, embedding_name, load_block, read_tensor
 from model.decoder.masks import text_mask
 from model.decoder.rope import rotate, rotations
 
@@ -35,7 +35,7 @@ class NativeLayers(ModelLayers):
 
     @cached_property
     def _embedding_VM(self) -> Tensor:
-        return load_embedding(self.checkpoint)
+        return read_tensor(self.checkpoint, self.embedding_name, None)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         return self._embedding_VM[ids_BT].float()

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, Weights
+from convert.calibration.layer_module import HeadObserver, HeadStates, Weights
+from convert.calibration.observed_layer import ObservedLayer
 from convert.calibration.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
-from model.decoder.observed_attention import ObservedCall, attention_weights, observe_attention
+from model.decoder.observed_attention import ObservedCall, observe_attention
 from model.decoder.transformers_classes import no_attention_function
 from model.geometry import Geometry
 
@@ -64,7 +65,7 @@ def recording(layers: list[nn.Module], received: list[tuple[Tensor, Arguments]])
             del layer.forward
 
 
-class TransformersLayer(LayerModule):
+class TransformersLayer(ObservedLayer):
     """One layer of the class."""
 
     def __init__(
@@ -87,8 +88,6 @@ class TransformersLayer(LayerModule):
         if family.head_norms is not None and family.head_norms.kind == "rms":  # others: see `check_layer_merge`
             self._norms = TransformersNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
         self._calls: dict[int, Arguments] = {}
-        self._last_call: ObservedCall
-        """What the class's attention received last."""
         mask = self._attention_call(1).get("attention_mask")
         if mask is None or torch.equal(mask[..., 0, -1], mask[..., 0, 0]):  # the first token sees the last, as itself
             raise CheckpointError(
@@ -107,7 +106,6 @@ class TransformersLayer(LayerModule):
         )
 
         def observe(call: ObservedCall) -> None:
-            self._last_call = call
             rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
             v_BTGD = call.v.transpose(1, 2)
             self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
@@ -115,16 +113,13 @@ class TransformersLayer(LayerModule):
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
-            with observe_attention(self._model_type, self._attention, observe):
+            with self._observing(observe):
                 result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         finally:
             hook.remove()
         next_BTM: Tensor = result[0] if isinstance(result, tuple) else result
         self.check_finite(next_BTM)
         return attended[0], next_BTM
-
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
 
     def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
         out: list[Tensor] = []
@@ -161,10 +156,6 @@ class TransformersLayer(LayerModule):
                 parameters[name] = joined[torch.argsort(places)][:, columns]
         return parameters
 
-    def _repeated(self, rows_CX: Tensor) -> Tensor:
-        heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
-        return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
-
     def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Arguments]:
         """Run the layer until it calls its attention; return the attention's input states and other arguments."""
         received: list[tuple[Tensor, Arguments]] = []
@@ -181,7 +172,7 @@ class TransformersLayer(LayerModule):
 
     def _heads_of(self, call: ObservedCall, kind: Kind) -> Tensor:
         """Return the queries or keys that the attention function received, in half-split order, [B, T, H, D]."""
-        heads_BTHD = _heads(call, kind)[..., self._order].transpose(1, 2)
+        heads_BTHD = getattr(call, kind)[..., self._order].transpose(1, 2)
         return heads_BTHD if self._norms is None else self._norms.with_pair_means(kind, heads_BTHD)
 
     def _rotation(self) -> tuple[Tensor, Tensor] | None:
@@ -240,7 +231,7 @@ class TransformersLayer(LayerModule):
             ours = self._projected(x_1TM, i)
             if self._norms is not None and kind != "v":
                 ours = self._norms.apply(kind, ours)
-            if _relative_error(ours.transpose(1, 2), _heads(plain, kind)) > _LINEAR_ERROR:
+            if _relative_error(ours.transpose(1, 2), getattr(plain, kind)) > _LINEAR_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
                     "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
@@ -276,10 +267,6 @@ class TransformersLayer(LayerModule):
         if module.bias is not None:
             heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows).to(self.device)]
         return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
-
-
-def _heads(call: ObservedCall, kind: Kind) -> Tensor:
-    return {"q": call.q, "k": call.k, "v": call.v}[kind]
 
 
 def _relative_error(ours: Tensor, expected: Tensor) -> float:

@@ -7,14 +7,14 @@ The letters are those of `layer_module`.
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from convert.calibration.layer_module import ModelLayers
+from convert.calibration.observed_layer import embedding_rows, refusing_to_run
 from convert.calibration.transformers_layer import Arguments, StopForwardError, TransformersLayer, recording
 from convert.calibration_text.read import LONGEST_WINDOW
 from model.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
-from model.decoder.transformers_classes import build_empty_model, load_state, refusing
+from model.decoder.transformers_classes import build_empty_model, load_state
 from model.families import find_family
 from model.geometry import check_class_settings, read_geometry
 
@@ -78,7 +78,7 @@ class TransformersLayers(ModelLayers):
         }
         load_state(self._model, state, self._model_prefix + stem, str(self.checkpoint.path))
         self._layers[index].to(self.device)
-        with self._refusing(), torch.no_grad():
+        with refusing_to_run(self.checkpoint), torch.no_grad():
             return TransformersLayer(
                 self._layers[index], index, self._geometry, self._length, lambda n_rows: self._arguments(n_rows)[index]
             )
@@ -115,9 +115,6 @@ class TransformersLayers(ModelLayers):
         _ = self.n_embeddings  # raises CheckpointError if the embedding is missing
         self.load(0)
 
-    def _refusing(self) -> AbstractContextManager[None]:
-        return refusing(f"transformers cannot run the model of {self.checkpoint.path}", running=True)
-
     def _arguments(self, n_rows: int) -> list[Arguments]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""
         if n_rows not in self._calls:
@@ -126,14 +123,12 @@ class TransformersLayers(ModelLayers):
 
     def _record(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
         """Return the input states of the first layer and the arguments of each layer, for a batch of token ids."""
-        ids_V, rows_BT = torch.unique(ids_BT, return_inverse=True)
-        rows = [self.checkpoint.rows(self.embedding_name, i, i + 1) for i in ids_V.tolist()]
-        weight_VM = torch.from_numpy(np.concatenate(rows).astype(np.float32)).to(self.device)
-        self._embedding.weight = nn.Parameter(weight_VM, requires_grad=False)  # the rows of this text only
+        weight_VM, row_BT = embedding_rows(self.checkpoint, self.embedding_name, ids_BT)
+        self._embedding.weight = nn.Parameter(weight_VM.to(self.device), requires_grad=False)  # of this text only
         received: list[tuple[Tensor, Arguments]] = []
         watched = recording(list(self._layers), received)
-        with self._refusing(), watched, torch.no_grad(), suppress(StopForwardError):
-            self._decoder(rows_BT.to(self.device), use_cache=False)
+        with refusing_to_run(self.checkpoint), watched, torch.no_grad(), suppress(StopForwardError):
+            self._decoder(row_BT.to(self.device), use_cache=False)
         return received[0][0], [call for _, call in received]
 
 

@@ -91,14 +91,14 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    frequencies_F = frequencies_at(conversion.rope, evenly(conversion.rope.n_rotary_pairs, sizes.rope // 2))
-    both = np.array(conversion.rope.frequencies), frequencies_F
+    positions = evenly(conversion.rope.n_rotary_pairs, sizes.rope // 2)
+    frequencies_F = frequencies_at(conversion.rope, positions)
     weights, x_BTM = latent_weights(latent, frequencies_F).to(module.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window
     return _Measured(
         load,
         fastest(run) / n_tokens,
         fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
-        fastest(lambda: solve_queries(layer, before, latent, sizes, both, drawn_keys)),
+        fastest(lambda: solve_queries(layer, before, latent, conversion, drawn_keys, positions)),
         _DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
     )

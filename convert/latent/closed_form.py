@@ -77,7 +77,7 @@ class _Heads:
 def solve(
     before: LayerAttention, moments: InputMoments, sizes: LatentSizes, rope: SourceRope, positions: tuple[float, ...]
 ) -> LatentMatrices:
-    """Return the latent attention of a layer. `positions`: the channels of the rotated key (`rotation`)."""
+    """Return the latent attention of a layer. `positions`: the rotated key's channels (`frequencies`)."""
     return next(solve_each(before, moments, sizes, rope, positions, (1.0,)))
 
 

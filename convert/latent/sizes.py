@@ -68,7 +68,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     """
     heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
     useful = {}
-    for latent, rope in ((512, 64), (256, 64), *heads):
+    for latent, rope in (*FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
             sizes = choose_sizes(geometry, latent, rope, "eps")
             if sizes.cached < sizes.source_cached:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -29,8 +29,9 @@ class HeadMerge:
     """Indices of the output's heads in the tensor."""
 
     @property
-    def kind(self) -> str:
-        return self.output.kind
+    def merged(self) -> Heads:
+        """The output's heads in the tensor."""
+        return replace(self.output, tensors=(self.tensor,))
 
     @property
     def group_size(self) -> int:
@@ -40,11 +41,6 @@ class HeadMerge:
     def places(self, head: int) -> list[tuple[str, int]]:
         """Return the source heads of one output head, each as tensor and first row."""
         return [self.source.place(head * self.group_size + i) for i in range(self.group_size)]
-
-    @property
-    def label(self) -> str:
-        """A unique name of the merge. The tensor's name is not enough where K and V heads share a tensor."""
-        return f"{self.tensor} {self.kind}" if self.source.first_row else self.tensor
 
     def group_nbytes(self, tensor: TensorInfo) -> int:
         """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
@@ -73,17 +69,15 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
     The rows have the tensor's dtype. One group of the source is in memory at a time. Raises CheckpointError if a head
     holds NaN or infinity.
     """
-    merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.label)
+    merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.merged.label)
     for head in merge.heads:
         places = merge.places(head)
         rows = _read_group(checkpoint, places, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
         name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
-        norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), name)
         merged_DM = merge_heads(heads_HDM, rng)
-        ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
-        merged = merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:])
-        yield merge.output.place(head)[1], merged, GroupReport(float(ratio), mean_cosine)
+        report = report_on_group(heads_HDM, merged_DM, name)
+        yield merge.output.place(head)[1], merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]), report
 
 
 def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:
@@ -94,11 +88,18 @@ def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: i
     return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in places])
 
 
-def compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:
-    """Return the norm of each head, [H], and their mean pairwise cosine. `name` is their tensor's, for the error.
+def report_on_group(heads_HDM: Array, merged_DM: Array, name: str) -> GroupReport:
+    """Return the report on a group's heads and their merged head. `name` is the tensor's, for the error.
 
     Raises CheckpointError if a head holds NaN or infinity.
     """
+    norms_H, mean_cosine = compare_heads(heads_HDM.reshape(len(heads_HDM), -1), name)
+    ratio = _norms(merged_DM.reshape(1, -1))[0] / norms_H.mean() if norms_H.any() else 1.0
+    return GroupReport(float(ratio), mean_cosine)
+
+
+def compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], float]:
+    """Return the norm of each head, [H], and their mean pairwise cosine. Raises as `report_on_group` does."""
     norms_H = _norms(heads_HF)
     if not np.isfinite(norms_H).all():
         raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")

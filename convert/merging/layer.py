@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.merging.heads import GroupReport, compare_heads
+from convert.merging.heads import GroupReport, report_on_group
 from convert.merging.methods import find_group_method
 from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
 from convert.merging.norms import normalise, with_norms
@@ -267,11 +267,5 @@ def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --
 
 
 def _reports(name: str, before_KDX: Real, after_GDX: Real) -> list[GroupReport]:
-    size = len(before_KDX) // len(after_GDX)
-    reports = []
-    for group, merged in enumerate(after_GDX):
-        heads = before_KDX[group * size : (group + 1) * size].reshape(size, -1)
-        norms, mean_cosine = compare_heads(heads, name)
-        ratio = float(np.linalg.norm(merged) / norms.mean()) if norms.any() else 1.0
-        reports.append(GroupReport(ratio, mean_cosine))
-    return reports
+    groups = np.split(before_KDX, len(after_GDX))
+    return [report_on_group(heads, merged, name) for heads, merged in zip(groups, after_GDX, strict=True)]

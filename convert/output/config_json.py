@@ -69,7 +69,7 @@ def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
     The record of an uptraining is left out where heads change: it is about other weights.
     """
     files = dict(checkpoint.side_files)
-    if plan.regrouped or isinstance(plan, LatentPlan):
+    if plan.regrouped:
         files.pop(UPTRAINING_RECORD, None)
     if isinstance(plan, LatentPlan):
         files |= _tokenizer_config(checkpoint)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from convert.output.write_shards import checksum_key, merge_reports, merged_digests
+from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
@@ -23,7 +23,7 @@ SCHEMA = 1
 def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Return the content of `groupwise.json`."""
     name, revision = origin_of(checkpoint.path)
-    digests = merged_digests(plan, staging)
+    digests = journalled(plan, staging, "sha256")
     checksums = {path.name: staging.finished[checksum_key(path)] for path in checkpoint.weight_files}
     planned = planned_record(checkpoint, plan)
     files = [
@@ -68,10 +68,10 @@ def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
 
 def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
     """Return the merge reports of each merged tensor in the order of layers, as means over its groups."""
-    reports = merge_reports(plan, staging)
+    reports = journalled(plan, staging, "reports")
     return [
         {
-            "tensor": heads.tensor,
+            "tensor": heads.tensors[0],
             "heads": heads.kind,
             "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[heads.label]), 6),
             "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[heads.label]), 6),

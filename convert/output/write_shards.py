@@ -161,7 +161,7 @@ class _ShardJob:
                 self._output().write_rows(name, row, merged)
                 n_rows += len(merged)
                 reports.append(asdict(report))
-            self._reports[merge.label] = reports
+            self._reports[merge.merged.label] = reports
         assert n_rows == regrouped.tensor.shape[0]
         return regrouped.tensor.nbytes
 
@@ -233,15 +233,9 @@ def digest(values: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def merge_reports(plan: Plan, staging: Staging) -> dict[str, Any]:
-    """Return the reports of all merges by label, from the journal."""
-    return _journalled(plan, staging, "reports")
+def journalled(plan: Plan, staging: Staging, key: str) -> dict[str, Any]:
+    """Return what the journal holds of all shards: reports of merges, by label, or SHA-256 of merged tensors, by name.
 
-
-def merged_digests(plan: Plan, staging: Staging) -> dict[str, str]:
-    """Return the SHA-256 of the tensors of merged layers by name, from the journal."""
-    return _journalled(plan, staging, "sha256")
-
-
-def _journalled(plan: Plan, staging: Staging, key: str) -> dict[str, Any]:
+    `key`: "reports" or "sha256".
+    """
     return {name: entry for shard in plan.shards for name, entry in staging.finished[shard.name][key].items()}

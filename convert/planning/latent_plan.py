@@ -57,7 +57,7 @@ class LatentPlan(Plan):
 
 def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_size: int | None) -> LatentPlan:
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
-    from convert.calibration.latent_source import read_source, token_settings  # imported here, because it needs torch
+    from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 
     source = read_source(checkpoint)
     geometry = source.geometry
@@ -68,7 +68,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             f"{CONVERSION_RECORD} records a channel at position {max(recipe.positions):g}, but the source's heads have "
             f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
-    scale = math.sqrt(EPSILON / source.rms_norm_eps)
+    scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
     layers = [
         LatentLayer(
             recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
@@ -98,9 +98,17 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
-        | token_settings(checkpoint.config)
+        | _token_settings(checkpoint.config)
         | _dtype_settings(checkpoint, layers[0].source[0]),
     )
+
+
+def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype."""
+    keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
+    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
+        keys.append("tokenizer_class")
+    return {key: config[key] for key in keys if key in config}
 
 
 def _dtype_settings(checkpoint: Checkpoint, name: str) -> dict[str, str]:
@@ -129,15 +137,15 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
     for layer in layers:
         dtype = checkpoint.tensors[layer.source[0]].dtype
         for name, shape in layer.names.shapes(layer.sizes).items():
-            computed[name] = OutputTensor(TensorInfo(name, dtype, shape), (), (), layer)
+            computed[name] = OutputTensor(TensorInfo(name, dtype, shape), layer=layer)
     if HEAD not in checkpoint.tensors:
         embedding = checkpoint.tensors[EMBEDDING]
         copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
-        computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), (copy,), ())
+        computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), copies=(copy,))
     if scale != 1:
         written = [f"{layer.place.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
         for name in (EMBEDDING, *written):
-            computed[name] = OutputTensor(checkpoint.tensors[name], (), (), scaled=Scaled(name, scale))
+            computed[name] = OutputTensor(checkpoint.tensors[name], scaled=Scaled(name, scale))
     return computed
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
 from convert.planning.remote_code import Code
-from convert.planning.tensors import OutputTensor, Reported
+from convert.planning.tensors import OutputTensor
+from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import divide, header_bytes, name_shards
 from model.geometry import Geometry
@@ -87,7 +88,7 @@ class Plan(ABC):
         return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
 
     @property
-    def reported(self) -> list[Reported]:
+    def reported(self) -> list[Heads]:
         """All merged heads, in the order of layers."""
         return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
 

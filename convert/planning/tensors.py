@@ -35,33 +35,23 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Reported:
-    """Merged heads of one kind in one tensor. The label is unique even where K and V heads share a tensor."""
-
-    label: str
-    tensor: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class OutputTensor:
     """A tensor of the output that differs from the source's. Rows are copied or merged, or all are computed."""
 
     tensor: TensorInfo
-    copies: tuple[Rows, ...]
-    merges: tuple[HeadMerge, ...]
+    copies: tuple[Rows, ...] = ()
+    merges: tuple[HeadMerge, ...] = ()
     layer: LayerConversion | None = None
     """The conversion of a whole layer that makes the tensor. Then `copies` and `merges` are empty."""
     scaled: Scaled | None = None
     """The tensor that this one is a multiple of. Then `copies` and `merges` are empty."""
 
     @property
-    def reported(self) -> tuple[Reported, ...]:
+    def reported(self) -> tuple[Heads, ...]:
         """The merged heads in this tensor that have a report."""
         if self.layer is None:
-            return tuple(Reported(merge.label, merge.tensor, merge.kind) for merge in self.merges)
-        heads = (heads for heads in self.layer.reported if heads.tensors[0] == self.tensor.name)
-        return tuple(Reported(each.label, each.tensors[0], each.kind) for each in heads)
+            return tuple(merge.merged for merge in self.merges)
+        return tuple(heads for heads in self.layer.reported if heads.tensors[0] == self.tensor.name)
 
 
 def regroup(
@@ -152,7 +142,7 @@ def _regroup_layers(
         for name in merge.tensors:
             tensor = tensors[name]
             shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])
-            regrouped[name] = OutputTensor(replace(tensor, shape=shape), (), (), merge)
+            regrouped[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
     return regrouped
 
 

@@ -31,7 +31,7 @@ def compare_files(
 
 def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings) -> None:
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
-    if reported != [(heads.tensor, heads.kind) for heads in plan.reported]:
+    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
         findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
     if record["sha256"].keys() != {name for name, tensor in plan.regrouped.items() if tensor.layer is not None}:
         findings.differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")

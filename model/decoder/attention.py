@@ -121,10 +121,11 @@ def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[t
 def exclude_segments_from_compilation() -> None:
     """Make torch.compile skip `by_segment`, which it would recompile for the document lengths of each batch.
 
-    This is no decorator, since that would import the compiler with the model.
+    This is no decorator, since that would import the compiler with the model. A second call changes nothing.
     """
     global by_segment
-    by_segment = torch.compiler.disable(by_segment)  # type: ignore[no-untyped-call]
+    if not getattr(by_segment, "_torchdynamo_disable", False):
+        by_segment = torch.compiler.disable(by_segment)  # type: ignore[no-untyped-call]
 
 
 def _variable_length(

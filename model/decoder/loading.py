@@ -164,11 +164,6 @@ def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) 
             raise CheckpointError(f"{checkpoint.path} holds the tensor {name}, unknown to its config.json.")
 
 
-def load_embedding(checkpoint: Checkpoint) -> Tensor:
-    """Load the embedding of an open checkpoint in the tensor's dtype, [V, M]."""
-    return read_tensor(checkpoint, embedding_name(checkpoint), None, "cpu")
-
-
 def embedding_name(checkpoint: Checkpoint) -> str:
     """Return the name of the embedding's tensor. The tensor itself may be missing."""
     return f"{_prefix(checkpoint)}embed_tokens.weight"

@@ -92,7 +92,6 @@ def _observed_attention(
     """
     if attention_mask is None:  # nothing is hidden
         attention_mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
-    attention_mask = attention_mask[..., : key.shape[2]]  # transformers 4 adds a column for some classes
     if position_bias is not None:
         attention_mask = attention_mask + position_bias
     heads_per_group = query.shape[1] // key.shape[1]

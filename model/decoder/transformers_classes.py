@@ -25,6 +25,9 @@ from model.geometry import check_class_settings
 DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_rate")
 """How the keys of rates of dropout end in config.json."""
 
+_KNOWN_VERSION = "transformers 5.23"
+"""The version of transformers that the tests use."""
+
 
 def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return transformers' model of a folder's config.json, without the folder's weights.
@@ -143,10 +146,6 @@ def load_state(
     ):
         if names:
             raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
-
-
-_KNOWN_VERSION = "transformers 5.23"
-"""The version of transformers that the tests use."""
 
 
 def names_in_files(model: nn.Module) -> set[str]:

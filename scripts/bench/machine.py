@@ -5,13 +5,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import torch
-
 from model.common.machine import n_cores
 
 
 def facts() -> dict[str, str | int]:
     """Return the processor, the usable cores and torch's threads, the GPU if any, torch's version and our commit."""
+    import torch  # here, since `commit` is used by programs that need no torch
+
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     cores = {"cores": n_cores(), "threads": torch.get_num_threads()}
     return {"cpu": cpu_model(), **cores, **gpu, "torch": torch.__version__, "commit": commit()}

@@ -30,7 +30,6 @@ from typing import Any
 from scripts.installed import gguf_file
 from scripts.study import programs
 from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary, find_plan, read_plan
-from scripts.study.repeat_heads import repeat_heads
 
 OUTSIDE = ("model", "seq_len", "windows", "kv_heads", "text_kinds")
 """Fields of an outside parent that its folder depends on."""
@@ -292,6 +291,8 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
     if outside.kv_heads is None:
         programs.run("convert", "to-hf", source, out, "--json")
         return
+    from scripts.study.repeat_heads import repeat_heads  # needs torch
+
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         programs.run("convert", "to-hf", source, Path(temporary) / "model", "--json")

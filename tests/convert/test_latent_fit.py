@@ -245,7 +245,7 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
         own = np.array(work.rope.frequencies)
         fitted = solve(before, sums.moments(), sizes, work.rope, positions)
         drawn_keys = list(enumerate(sums.drawn_keys))
-        after = solve_queries(layer, before, fitted, sizes, (own, channels), drawn_keys)
+        after = solve_queries(layer, before, fitted, work, drawn_keys)
         head, features, targets = 3, [], []
 
         def rotate(rows, x, distance, frequencies):

@@ -45,9 +45,9 @@ def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
 def test_biases_that_the_config_does_not_declare(convert, tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, attention_bias=True), tmp_path / "source"), 300)
     tiny.edit_config(folder, attention_bias=False)
-    words = "holds the tensor model.layers.0.self_attn.k_proj.bias, unknown to its config.json"
-    convert("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE).refused(words)
-    convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(words)
+    tensor, reason = "holds the tensor model.layers.0.self_attn.k_proj.bias", "unknown to its config.json"
+    convert("mha-to-gqa", folder, tmp_path / "out", *CALIBRATE).refused(f"{tensor}, {reason}")
+    convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(tensor, reason)
     assert not (tmp_path / "out").exists()
 
 
