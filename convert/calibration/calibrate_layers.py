@@ -118,17 +118,24 @@ def refit_and_refine(
     with_weights: Callable[[AnyAttention, AnyWeights], AnyAttention],
     advance: Advance,
 ) -> AnyAttention:
-    """Return the attention with its output projection refitted, then all of it refined, as far as the recipe asks.
+    """Return the attention with its output projection refitted, all of it refined, and the projection refitted again.
 
-    `weights_of` copies the attention to float32, and `with_weights` puts such values back.
+    The recipe says which of this is done. `weights_of` copies the attention to float32, and `with_weights` puts such
+    values back.
     """
-    if recipe.refit:
+
+    def refitted(attention: AnyAttention) -> AnyAttention:
         answers = outputs(layer, weights_of(attention), range(layer.text.n_windows))
-        attention = refit_output(attention, answers, layer.module.device)
+        return refit_output(attention, answers, layer.module.device)
+
+    if recipe.refit:
+        attention = refitted(attention)
     if recipe.refine:
         start = weights_of(attention)
         best = refine(layer, start, recipe.refine, recipe.seed, advance)
-        attention = attention if best is start else with_weights(attention, best)
+        if best is not start:  # training changed queries, keys and values, so another projection is best
+            attention = with_weights(attention, best)
+            attention = refitted(attention) if recipe.refit else attention
     return attention
 
 

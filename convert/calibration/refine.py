@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Generic
 
 import torch
+from torch import Tensor
 
 from convert.calibration.layer_output import AnyWeights, heads_out, original_output, squared_error
 from convert.calibration.layer_stream import Layer
@@ -22,7 +23,7 @@ from model.common.console import Advance
 BATCH_TOKENS = 1024
 """Tokens per step."""
 RATE = 0.32
-"""Peak learning rate, as a share of each matrix's root mean square, times the root of the hidden size.
+"""Peak learning rate, as a share of the root mean square of each matrix's weights, times the root of the hidden size.
 
 Adam moves every element of a matrix by about the learning rate. The effect on the matrix's products grows with the root
 of its width.
@@ -74,6 +75,12 @@ def _shuffled(layer: Layer, batch: int, seed: int) -> Iterator[list[int]]:
         waiting = waiting[batch:]
 
 
+def root_mean_square(matrix: Tensor, hidden_size: int) -> float:
+    """Return the root mean square of a matrix, without a column of biases: these may be a hundred times larger."""
+    weights = matrix[:, :hidden_size] if matrix.shape[1] == hidden_size + 1 else matrix
+    return float(weights.square().mean().sqrt())
+
+
 class _Training(Generic[AnyWeights]):
     """Adam on a layer's attention, in float32."""
 
@@ -81,7 +88,7 @@ class _Training(Generic[AnyWeights]):
         self._layer, self._n_steps = layer, n_steps
         self._weights: AnyWeights = start.with_matrices(*(matrix.clone().requires_grad_() for matrix in start))
         share = RATE / math.sqrt(len(start.o_MC))
-        peaks = [share * float(matrix.detach().square().mean().sqrt()) for matrix in self._weights]
+        peaks = [share * root_mean_square(matrix.detach(), len(start.o_MC)) for matrix in self._weights]
         groups = [{"params": [matrix], "lr": peak} for matrix, peak in zip(self._weights, peaks, strict=True)]
         self._optimizer = torch.optim.Adam(groups, betas=BETAS, foreach=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._share_of_peak)

@@ -67,7 +67,8 @@ def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     recipe, text = plan.recipe, plan.recipe.text
     assert text is not None
     validation = text.n_windows / VALIDATION_EVERY
-    outputs = float(text.n_windows if recipe.refit else 0)
+    n_refits = (2 if recipe.refine else 1) if recipe.refit else 0
+    outputs = float(n_refits * text.n_windows)
     if find_alternatives(recipe.method):
         outputs += _N_ALTERNATIVES * min(validation, MAX_COMPARISON_TOKENS / text.window)
     if recipe.refine:

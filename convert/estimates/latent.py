@@ -52,6 +52,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     validation = text.n_tokens / VALIDATION_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(validation, MAX_COMPARISON_TOKENS) + text.n_tokens
     if recipe.refine:
+        outputs += text.n_tokens  # to refit again
         outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
     tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0

@@ -209,7 +209,7 @@ def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real
     assert merge.norms is not None
     q_HD, k_KD = (_ordered(tensors[name], merge) for name in merge.norm_tensors)
     q_length, k_length = (float(np.sqrt(np.square(heads_HDX).sum(axis=2).mean())) for heads_HDX in (q_HDX, k_KDX))
-    return NormWeights(q_HD, k_KD, q_length, k_length)
+    return NormWeights(q_HD, k_KD, q_length, k_length, merge.norms.per_head)
 
 
 def _ordered(norm: Real, merge: LayerMerge) -> Real:

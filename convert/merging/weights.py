@@ -37,11 +37,8 @@ class NormWeights:
     q_length: float
     k_length: float
     """Root mean square of the source's projected heads, for inputs of independent numbers."""
-
-    @property
-    def per_head(self) -> bool:
-        """Whether each head is normalised alone."""
-        return len(self.k_KD) == 1
+    per_head: bool
+    """Whether each head is normalised alone. (One row does not tell: heads may also be merged to a single one.)"""
 
     def with_pair_means(self, n_rotary_pairs: int) -> "NormWeights":
         """Return the norms with weights that are equal for both dimensions of each RoPE pair."""

@@ -1,5 +1,6 @@
 """Open a folder's tokenizer with transformers, without running code from the folder."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ ADDED = "added_tokens.json"
 OTHERS = ("tekken.json", ".model")
 TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
 """How the names of a tokenizer's files begin, besides those of vocabularies."""
+_PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
+"""The parts of tokenizer.json that determine the ids of a text, besides special tokens."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
@@ -41,7 +44,10 @@ def open_tokenizer(folder: Path) -> Any:
     failure: Exception | None = None
     for opener in openers:
         try:
-            return opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if (folder / WHOLE).is_file():
+                _restore_backend(tokenizer, folder / WHOLE)
+            return tokenizer
         except Exception as error:  # transformers and tokenizers raise any kind of error for damaged files
             failure = error
     if code and len(openers) == 1:
@@ -54,6 +60,25 @@ def open_tokenizer(folder: Path) -> Any:
         # Without sentencepiece, transformers names another package, which does not help.
         message = f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({message})"
     raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
+
+
+def _restore_backend(tokenizer: Any, file: Path) -> None:
+    """Let a fast tokenizer split and encode texts as its tokenizer.json says.
+
+    transformers 5 keeps the vocabulary and the merges of that file, but some of its classes (those of GPT-2, Llama,
+    Qwen 2 and others) bring a normaliser and a pre-tokenizer of their own. A model that was trained with others then
+    gets other ids (huggingface/transformers issue 45920). The special tokens, and what puts them around a text, stay
+    as transformers makes them: `tokenizer_config.json` decides on these.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer written in Python
+        return
+    from tokenizers import Tokenizer
+
+    loaded, stored = json.loads(backend.to_str()), json.loads(file.read_bytes())
+    changed = {part: stored.get(part) for part in _PARTS if stored.get(part) != loaded.get(part)}
+    if changed:
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(loaded | changed))
 
 
 def check_files(folder: Path) -> None:

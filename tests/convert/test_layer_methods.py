@@ -174,6 +174,23 @@ def test_repeated_heads_with_norms_merge_without_loss(convert, tmp_path, method,
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_query_heads_of_one_norm_keep_their_lengths(convert, tmp_path, method, groups):
+    """OLMo 2 normalises all heads together, so a query head that is longer than others has larger logits."""
+    model = tiny.build("olmo2", num_key_value_heads=groups, hidden_size=64, initializer_range=0.3)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.q_proj.weight
+            weight.view(8, -1, 64).mul_(torch.linspace(0.25, 2, 8)[:, None, None])
+    source = tiny.save(model, tmp_path / "source")
+    assert convert("repeat-kv", source, tmp_path / "many", "--groups", 8).code == 0
+    command = ("mha-to-gqa", tmp_path / "many", tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS)
+    assert convert(*command).code == 0
+    expected = logits(source)
+    assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
 @pytest.mark.parametrize("said", [[1], [1, 2], "all"])
 def test_which_layers_rotate_is_checked(convert, tmp_path, said):
     source = tiny.save(tiny.build("smollm3"), tmp_path / "source")

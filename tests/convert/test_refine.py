@@ -57,6 +57,14 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert (result.code, "rounding" in result.out) == (0, False)
 
 
+def test_biases_do_not_change_the_learning_rate():
+    """Those of Qwen 2.5's keys are up to a hundred times larger than its weights."""
+    weights = torch.randn(6, 4)
+    rate = refine.root_mean_square(weights, 4)
+    assert rate == pytest.approx(float(weights.square().mean().sqrt()))
+    assert refine.root_mean_square(torch.cat([weights, torch.full((6, 1), 100.0)], dim=1), 4) == rate
+
+
 @pytest.mark.slow
 def test_the_seed_draws_the_order_of_the_text(convert, source, tmp_path):
     """The closed form does not depend on it; verify repeats the order."""

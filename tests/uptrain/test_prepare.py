@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import tiny
 from tiny_tokenizers import SENTENCES, make_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from model.common.errors import InputError
+from model.common.tokenizer import open_tokenizer
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer
@@ -141,18 +144,42 @@ def test_fingerprint_of_a_tokenizer(tokenizer, tmp_path):
         assert (load_tokenizer(copy).sha256 == fingerprint) == same, changes
 
 
-def test_fingerprint_depends_on_the_class_that_transformers_chooses(tokenizer, tmp_path):
-    """With equal files of the tokenizer, it chooses by the model type: Qwen 2's class brings its own normaliser."""
-    loaded = {}
-    for model_type in ("mistral", "qwen2"):
-        folder = tmp_path / model_type
-        shutil.copytree(tokenizer, folder)
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        loaded[model_type] = load_tokenizer(folder)
-    decomposed = ["u\u0308ber"]
-    ids = {name: Encoder(each).ids(decomposed) for name, each in loaded.items()}
-    assert ids["mistral"] != ids["qwen2"]
-    assert loaded["mistral"].sha256 != loaded["qwen2"].sha256
+SPLITS = {
+    "digits": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "words": [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        ("llama", "GPT2Tokenizer"), ("phi", "CodeGenTokenizer"), ("olmo", "GPTNeoXTokenizer"),
+        ("llama", "LlamaTokenizer"), ("qwen2", "Qwen2Tokenizer"), ("qwen2", None),
+        ("mistral", "PreTrainedTokenizerFast"),
+    ],
+)  # fmt: skip
+def test_tokenizer_json_decides_on_ids(tokenizer, tmp_path, split, model_type, tokenizer_class):
+    """Some classes of transformers 5 bring a normaliser and a pre-tokenizer of their own."""
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer, folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.NFD()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[split])
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("tokenizer_class", None)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | ({"tokenizer_class": tokenizer_class} if tokenizer_class else {}))
+    )
+    texts = ["\u00fcber  123\n    x = 1.\n\n", "it's  l'eau"]
+    expected = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    opened = open_tokenizer(folder)
+    assert [opened(text, add_special_tokens=False).input_ids for text in texts] == expected
+    loaded = load_tokenizer(folder)
+    added = [opened(text).input_ids for text in texts]
+    assert [ids[: len(more)] for ids, more in zip(Encoder(loaded).ids(texts), added, strict=True)] == added
 
 
 # Formats

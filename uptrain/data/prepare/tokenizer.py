@@ -31,9 +31,9 @@ class Tokenizer:
     def sha256(self) -> str:
         """Fingerprint: a hash of all that determines ids.
 
-        Equal fingerprints mean equal ids of every text. Files are not compared: transformers chooses the class by
-        `config.json` too, so equal files may give other ids, and different files the same. The reverse does not hold:
-        another version of tokenizers may serialise the same tokenizer differently.
+        Equal fingerprints mean equal ids of every text. Files are not compared: the class that transformers chooses,
+        also by `config.json`, decides on special tokens, so equal files may give other ids, and different files the
+        same. The reverse does not hold: another version of tokenizers may serialise the same tokenizer differently.
         """
         backend = json.loads(self.backend)
         for unused in ("truncation", "padding"):  # see Encoder
