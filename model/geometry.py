@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.attention_layout import Attention, Layers, Sizes, attention_tensors, find_attention
-from model.checkpoint import Checkpoint
+from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
 from model.common.errors import CheckpointError, prefix_path
@@ -102,6 +102,8 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     n_heads = _positive(config, *family.keys.n_heads)
     hidden_size = _positive(config, family.keys.hidden_size)
     layers = attention_tensors(family, checkpoint.tensors)
+    if not layers and any(name.startswith("encoder.") for name in checkpoint.tensors):
+        raise CheckpointError(f"{checkpoint.path} holds an encoder without a decoder, so it has no KV cache to reduce.")
     if len(layers) != n_layers or max(layers) >= n_layers:
         gap = next(layer for layer in range(len(layers) + 1) if layer not in layers)
         detail = f"layer {gap} is missing" if gap < n_layers else f"layer {max(layers)} is one too many"
@@ -333,6 +335,9 @@ def _refuse_quantised(checkpoint: Checkpoint, text_config: Mapping[str, Any]) ->
         for key in ("quantization_config", "compression_config"):  # compressed-tensors began with the latter
             if method := config.get(key):
                 name = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+                floats = all(tensor.dtype in FLOAT_DTYPES for tensor in checkpoint.tensors.values())
+                if floats and not any(PACKED.search(name) for name in checkpoint.tensors):
+                    advice += f" (All tensors here are floating point. If they are the original's, remove {key}.)"
                 raise CheckpointError(f"config.json has a {key} ({name}): {advice}")
     for name in checkpoint.tensors:
         if PACKED.search(name):

@@ -7,7 +7,7 @@ from convert.merging.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.tokenizer import has_tokenizer
-from model.families import Family
+from model.families import Family, find_family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
@@ -94,7 +94,7 @@ def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
-    vocab_size = checkpoint.config.get("vocab_size")
+    vocab_size = find_family(checkpoint.config).config.get("vocab_size")
     for name, tensor in checkpoint.tensors.items():
         if name.endswith("embed_tokens.weight") and vocab_size not in (None, tensor.shape[0]):
             n_rows = tensor.shape[0]

@@ -116,7 +116,7 @@ def _look_elsewhere(folder: Path) -> str:
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
     if (folder / "run.json").is_file() and (folder / "checkpoints").is_dir():
         return f" It is the folder of a run; make a model of it first: uptrain export {shlex.quote(str(folder))} OUT"
-    for name in ("tensors", "model_and_optim"):  # of `uptrain` and of OLMo-core
+    for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     return ""

@@ -43,9 +43,22 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
     ),
     "it runs its own code, which may ignore the number of K/V heads; rewrite it as llama or qwen2 first "
-    "(LLaMA-Factory: scripts/convert_ckpt/llamafy_*.py), and convert that.": (
-        "baichuan", "chatglm", "internlm", "internlm2", "qwen", "xgen",
+    "(LLaMA-Factory: scripts/convert_ckpt/llamafy_baichuan2.py and llamafy_qwen.py), and convert that.": (
+        "baichuan", "qwen",
     ),
+    f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": (
+        "chatglm", "internlm", "internlm2", "xgen",
+    ),
+    "it is a model as the LLaVA project saves it, which transformers does not open; get the version made for "
+    "transformers (on the hub: llava-hf).": ("llava_llama", "llava_mistral", "llava_qwen"),
+    "it is OLMo as its own package saves it; get the version made for transformers (its name ends with -hf).": (
+        "hf_olmo",
+    ),
+    "it is Phi from before transformers had its class; get the newer revision of the model, whose model_type is phi.": (
+        "mixformer-sequential", "phi-msft",
+    ),
+    "it is Falcon from before transformers had its class; get the newer revision of the model, whose model_type is "
+    "falcon.": ("RefinedWeb", "RefinedWebModel"),
     "it is StableLM from before transformers had its class; get the newer revision of the model, whose model_type is "
     "stablelm.": ("stablelm_epoch",),
 }  # fmt: skip

@@ -57,8 +57,8 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
     rest = {"notes": (), "tensors": {}, "path": Path("model"), "side_files": {}}
-    assert notes_of_checkpoint(SimpleNamespace(config={"auto_map": auto_map}, **rest), LLAMA) == ()
-    assert notes_of_checkpoint(SimpleNamespace(config={}, **rest), LLAMA) == ()
+    for config in ({"model_type": "llama", "auto_map": auto_map}, {"model_type": "llama"}):
+        assert notes_of_checkpoint(SimpleNamespace(config=config, **rest), LLAMA) == ()
 
 
 def test_no_note_where_that_code_is_needed(convert, tmp_path):
@@ -91,6 +91,16 @@ def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
     assert note == (
         "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows; transformers refuses that."
     )
+
+
+def test_a_wrapper_has_the_vocabulary_of_its_language_model(convert, tmp_path):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "llava")
+    tiny.edit_config(folder, vocab_size=66)
+    assert json.loads(convert("inspect", folder, "--json").out)["notes"] == []
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    tiny.edit_config(folder, text_config={**text, "vocab_size": 66})
+    (note,) = json.loads(convert("inspect", folder, "--json").out)["notes"]
+    assert note.startswith("config.json has vocab_size = 66")
 
 
 def test_the_record_of_an_uptraining_is_not_copied_with_other_heads(convert, source, tmp_path):

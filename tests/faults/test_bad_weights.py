@@ -7,6 +7,7 @@ import tiny
 import torch
 from damage import rewrite
 from refusals import refuser
+from transformers import T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -20,7 +21,14 @@ def test_quantised_config(refuse, source):
     tiny.edit_config(source, quantization_config={"quant_method": "gptq"})
     refuse("quantization_config (gptq)", "unquantised")
     tiny.edit_config(source, quantization_config=None, compression_config={"quant_method": "compressed-tensors"})
-    refuse("compression_config (compressed-tensors)", "unquantised")
+    refuse("compression_config (compressed-tensors)", "unquantised", "the original's, remove compression_config")
+
+
+def test_an_encoder_alone(refuse, tmp_path):
+    config = T5Config(vocab_size=67, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+    folder = tiny.save(T5ForConditionalGeneration(config), tmp_path / "t5")
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("decoder.")])
+    refuse("an encoder without a decoder", "no KV cache", path=folder)
 
 
 PACKED = ("qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_packed", "weight.absmax")
