@@ -54,9 +54,9 @@ class Geometry:
         candidates = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
         return tuple(n for n in candidates if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
 
-    def kv_cache_bytes_per_token(self, n_kv_heads: int) -> int:
-        """Return the bytes of one token in the KV cache of all layers, with values of 16 bits."""
-        return 2 * self.n_layers * n_kv_heads * self.head_dim * 2
+    def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:
+        """Return the bytes of one token in the KV cache of all layers."""
+        return 2 * self.n_layers * n_kv_heads * self.head_dim * bytes_per_value
 
 
 @dataclass(frozen=True)

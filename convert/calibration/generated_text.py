@@ -14,6 +14,7 @@ Letters: B rows, T tokens, N windows.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,14 @@ class TextGeneration:
         ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
         return np.concatenate(ids).reshape(self.n_windows, self.window)
 
-    @property
+    @cached_property
     def _row_bytes(self) -> int:
         """Bytes of one row's KV cache."""
         geometry = read_geometry(self.checkpoint)
         bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if 0 not in t.shape)
-        return 2 * geometry.n_layers * geometry.n_kv_heads * geometry.head_dim * self.window * bytes_per_value
+        return self.window * geometry.kv_cache_bytes_per_token(geometry.n_kv_heads, bytes_per_value)
 
-    @property
+    @cached_property
     def _rows(self) -> int:
         """Rows per batch. It must not depend on the machine, because the ids depend on it."""
         return max(1, min(BATCH_ROWS, self.n_windows, CACHE_BYTES // self._row_bytes))

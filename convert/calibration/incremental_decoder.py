@@ -16,7 +16,7 @@ from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import build_meta, load_llama
-from model.families import NATIVE_FAMILIES, find_family
+from model.families import find_family, is_native
 
 
 class IncrementalDecoder(ABC):
@@ -45,7 +45,7 @@ def check_writes_text(checkpoint: Checkpoint) -> None:
             f"--calibration {SELF} needs a model that continues texts, and model_type {family.model_type!r} is an "
             f"encoder-decoder; calibrate on a text instead: --calibration {SHIPPED}, or a file."
         )
-    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+    if is_native(checkpoint.config):
         build_meta(checkpoint)
 
 
@@ -54,7 +54,7 @@ def open_model(checkpoint: Checkpoint, device: str) -> IncrementalDecoder:
 
     Raises CheckpointError if neither the project's own decoder nor transformers can load it.
     """
-    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+    if is_native(checkpoint.config):
         model = load_llama(checkpoint, None, device)
         model.prepack()
         return _Native(model)

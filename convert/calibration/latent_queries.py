@@ -23,7 +23,7 @@ from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
 from convert.merging.weights import LayerAttention
 from model.decoder.devices import float64_device, to_float64
-from model.decoder.rope import rotate
+from model.decoder.rope import cos_sin, rotate
 
 _RIDGE = 1e-3
 """Ridge penalty, as a share of each feature's power."""
@@ -76,9 +76,7 @@ def solve_queries(
 
 def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_F: Tensor) -> Tensor:
     """Rotate keys as their distance from the query demands."""
-    angles_SCF = distance_SC[..., None] * frequencies_F
-    angles_SCR = torch.cat([angles_SCF, angles_SCF], dim=-1)
-    return rotate(heads_SCR, angles_SCR.cos(), angles_SCR.sin())
+    return rotate(heads_SCR, *cos_sin(distance_SC[..., None] * frequencies_F))
 
 
 def _centred(keys_SCZ: Tensor) -> Tensor:

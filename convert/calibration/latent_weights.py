@@ -17,7 +17,7 @@ from torch import Tensor
 from convert.latent.matrices import LatentMatrices
 from convert.merging.weights import join_heads, split_heads
 from model.decoder.attention import Mask, attend
-from model.decoder.rope import rotate
+from model.decoder.rope import cos_sin, rotate
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class LatentWeights:
         batch, length, _ = x_BTM.shape
         n_pairs, n_heads = len(self.frequencies_F), len(self.v_CL) // self.head_dim
         angles_TF = torch.arange(length, device=x_BTM.device)[:, None] * self.frequencies_F
-        angles_1T1R = torch.cat([angles_TF, angles_TF], dim=1)[None, :, None]
-        rotation = angles_1T1R.cos(), angles_1T1R.sin()
+        rotation = cos_sin(angles_TF[None, :, None])
         latent_BTL = F.linear(x_BTM, self.latent_LX)
         key_BT1R = rotate(F.linear(x_BTM, self.key_RX)[:, :, None], *rotation)
         q_rope_BTHR = rotate(F.linear(x_BTM, self.q_rope_CX).view(batch, length, n_heads, 2 * n_pairs), *rotation)

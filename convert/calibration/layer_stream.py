@@ -29,7 +29,7 @@ from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder
-from model.families import NATIVE_FAMILIES, find_family
+from model.families import find_family, is_native
 
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
@@ -129,7 +129,7 @@ def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers
     Raises CheckpointError if neither the project's own decoder nor transformers can run the model, and InputError if
     the device is not available.
     """
-    if checkpoint.config.get("model_type") in NATIVE_FAMILIES:
+    if is_native(checkpoint.config):
         return NativeLayers(checkpoint, length, device)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)

@@ -94,9 +94,14 @@ def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype
     if positions_BT.is_cuda and frequencies.is_cpu:  # a copy from other memory would wait for all queued work
         frequencies = frequencies.pin_memory()
     frequencies = frequencies.to(positions_BT.device, non_blocking=positions_BT.is_cuda)
-    angles_BTF = positions_BT[..., None].float() * frequencies
-    angles_BT1D = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, :, None]
-    return (angles_BT1D.cos() * scale).to(dtype), (angles_BT1D.sin() * scale).to(dtype)
+    cos_BT1D, sin_BT1D = (x[:, :, None] for x in cos_sin(positions_BT[..., None].float() * frequencies))
+    return (cos_BT1D * scale).to(dtype), (sin_BT1D * scale).to(dtype)
+
+
+def cos_sin(angles_F: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [..., D], of the angles of RoPE pairs, [..., D/2]: each for both dimensions."""
+    angles_D = torch.cat((angles_F, angles_F), dim=-1)
+    return angles_D.cos(), angles_D.sin()
 
 
 def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, sin_BT1D: Tensor) -> Tensor:
