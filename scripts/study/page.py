@@ -40,6 +40,7 @@ from scripts.study.results import (
     Result,
     Stage,
     at,
+    distilled_mean,
     gaps,
     is_parent,
     left_by_text_kind,
@@ -128,7 +129,9 @@ def renewed(page: str, results: Path) -> str:
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
-            "savings_better": lambda folder: savings(united(folder, BETTER), FORMER_DEFAULT),
+            "savings_better": lambda folder: savings(
+                [*united(folder, BETTER), *distilled_mean(folder)], FORMER_DEFAULT
+            ),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
         if not (text := part(results)):
@@ -223,8 +226,10 @@ FIELD = (
     ("short", "random", "a random head of each group"),
     ("short", "first", "the first head of each group"),
     ("short", "mean", "mean (Ainslie et al.; AverageKV)"),
+    ("parts", "mean", "mean, attention distilled at 2e-3"),
     ("merges", "pca-weights", "truncated SVD of the weights"),
     ("short", "aligned-spread", "heads aligned, then their mean (Jin et al.)"),
+    ("merges", "aligned-weights", "heads aligned by the weights, then their mean"),
     ("latent", "svd", "latent attention, SVD of the weights"),
     ("latent", "transmla", "latent attention, TransMLA"),
     ("latent", "care", "latent attention, CARE"),
@@ -232,7 +237,7 @@ FIELD = (
     ("latent", "latent", "**`mha-to-mla`**"),
 )
 """Plan, arm and name of each way that the page compares, from the weak parents. `short` trains all parameters at one
-rate, `latent` attention at the best of some."""
+rate, `parts` and `latent` attention at the best of some."""
 
 
 def field(results: Path) -> str:
@@ -241,7 +246,7 @@ def field(results: Path) -> str:
     columns = [(groups, stage) for groups in (2, 1) for stage in stages]
     rows = []
     for plan, arm, name in FIELD:
-        parts = (None, "attention" if plan == "latent" else "all")
+        parts = (None, "attention" if plan in ("latent", "parts") else "all")
         lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
         if arm not in {line["arm"] for line in lines}:  # not run yet
             continue

@@ -323,7 +323,8 @@ def savings(lines: list[Result], best: str) -> str:
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
         batch = first["global_batch_tokens"]
-        label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
+        part = "" if first["trainable"] in (None, "all") else f"{first['trainable']}, "
+        label = f"{name}, {f'{name_of(own_stage)}, {part}{batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
                      *(counted(lambda own: show(losses(own)), own, n_parents) for own in by_heads)])  # fmt: skip
     headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
