@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from scripts.study.cells import kv_heads, markdown, show
+from scripts.study.cells import PAPERS, START, kv_heads, markdown, show
 from scripts.study.figures import draw
 from scripts.study.page_tables import (
     along_training,
@@ -24,6 +24,7 @@ from scripts.study.page_tables import (
     by_rate,
     by_tokens,
     counted,
+    distances,
     extrapolated,
     kinds_by_part,
     recovered_by_text_kind,
@@ -108,6 +109,7 @@ def renewed(page: str, results: Path) -> str:
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
             "twenty": lambda folder: by_heads(read(folder / "twenty.jsonl")),
+            "twenty_distance": lambda folder: distances(read(folder / "twenty.jsonl"), LONGEST_TRAINED),
             "tokens_per_parameter": tokens_per_parameter,
             "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
@@ -141,6 +143,11 @@ def renewed(page: str, results: Path) -> str:
     return PLACE.sub(fill, page)
 
 
+LONGEST_TRAINED: tuple[tuple[str, Stage], ...] = (
+    PAPERS,
+    *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
+)
+"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe and the default."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 

@@ -368,6 +368,23 @@ def test_table_of_savings():
     ]
 
 
+def test_table_of_distances():
+    """Compute is a share of the recipe's; a model at several rates is shown at the best."""
+    recipe, distilled = (0.05, "next-token", 1e-3), (0.01, "distill", 5e-4)
+    lines = [line("parent", 0, 4.0, groups=8, convert=None)]
+    for groups in (4, 2):
+        lines.append(line("mean", 0, 4.6, stage=recipe, groups=groups))
+        lines.append(line("mean", 0, 4.5, stage=distilled, groups=groups) | {"kl": 0.1 * groups})
+        lines.append(line("mean", 0, 4.9, stage=(0.01, "distill", 1e-4), groups=groups) | {"kl": 9.0})
+    stages = ("mean", recipe[:2]), ("mean", distilled[:2])
+    assert page_tables.distances(lines, stages).splitlines() == [
+        "| arm | compute | 8 → 4 heads | 8 → 2 heads |",
+        "| --- | --- | --- | --- |",
+        "| mean; next-token, α 0.05 | 100.0% | 0.500; 75.0% | 0.500; 75.0% |",
+        "| mean; distill, α 0.01 | 26.7% | 0.400; 75.0% | 0.200; 75.0% |",
+    ]
+
+
 def test_compute_of_the_default():
     """Refining costs as much as training; it is part of the default, on as many tokens as the calibration has."""
     shipped = ("--calibration", "shipped")
