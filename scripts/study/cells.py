@@ -1,4 +1,7 @@
-"""Write rows, names and cells of a study's tables: means over seeds ± their sample standard deviation."""
+"""Write rows, names and cells of a study's tables: means over seeds ± their sample standard deviation.
+
+Two figures are both written, since their deviation says little.
+"""
 
 import math
 import statistics
@@ -62,4 +65,8 @@ def show(figures: Seeds, form: str = "{:.4f}") -> str:
         return "–"
     values = list(figures.values())
     mean = form.format(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values)).lstrip('+')}"
+    if min(values) == max(values):
+        return mean
+    if len(values) == 2:
+        return " and ".join(map(form.format, values))
+    return f"{mean} ± {form.format(statistics.stdev(values)).lstrip('+')}"

@@ -9,6 +9,7 @@ against tokens, by the part that is trained.
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from model.common import plot_style
-from model.common.plot_style import INK, MUTED, PLOT_STYLE, SERIES
+from model.common.plot_style import INK, MUTED, PAGE, PLOT_STYLE, SERIES
 from scripts.study.results import (
     BETTER,
     TODAY,
@@ -29,6 +31,7 @@ from scripts.study.results import (
     Seeds,
     at,
     at_best_setting,
+    distilled_mean,
     forward_passes,
     gaps,
     read,
@@ -48,42 +51,51 @@ SOURCES = {
         "twenty.jsonl",
         *(f"{plan}.jsonl" for plan in BETTER),
     ),
-    WEAK_ONES: tuple(f"{plan}.jsonl" for plan in WEAK),
+    WEAK_ONES: tuple(f"{plan}.jsonl" for plan in (*WEAK, "parts")),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
     RATES: ("rates.jsonl",),
-    COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts")),
+    COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts", "behaviour")),
     PARTS: ("parts.jsonl",),
     TOKENS: ("smollm2_tokens.jsonl",),
 }
 """What each figure is drawn from."""
-BLUE, ORANGE, GREEN, PINK = SERIES[:4]
-DEFAULT = "default"
+STYLE = PLOT_STYLE | {
+    "axes.labelcolor": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "legend.handlelength": 3.5,
+}  # fmt: skip
+"""These figures are read in print too: dark labels, and legends that show the dashes of lines."""
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = SERIES
+PURPLE, LIGHT_PURPLE, BROWN, LIGHT_BROWN = "#5e3c99", "#b2abd2", "#8c510a", "#dfc27d"
+LONG_DASHES: Any = (0, (6, 1, 1, 1, 1, 1))
+DEFAULT, UNREFINED = "default", "unrefined"
 MERGES = {
     "random": "random", "mean": "mean (the paper's)", "first": "first", "aligned-spread": "aligned",
-    "pca-spread": "pca", "fit-spread": "fit", DEFAULT: "default",
+    "pca-spread": "pca", "fit-spread": "fit", UNREFINED: "default, unrefined", DEFAULT: "default",
 }  # fmt: skip
-LIGHT_BLUE, LIGHT_ORANGE = "#9ecae8", "#f2b98f"
 PLACES = (
-    ("merges", 2, "8 → 2, 1 token per parameter", BLUE, "white", "o"),
-    ("longer", 2, "8 → 2, 7 tokens per parameter", BLUE, LIGHT_BLUE, "o"),
-    ("twenty", 2, "8 → 2, 20 tokens per parameter", BLUE, BLUE, "o"),
-    ("merges", 1, "8 → 1, 1 token per parameter", ORANGE, "white", "s"),
-    ("longer", 1, "8 → 1, 7 tokens per parameter", ORANGE, LIGHT_ORANGE, "s"),
-    ("twenty", 1, "8 → 1, 20 tokens per parameter", ORANGE, ORANGE, "s"),
-    ("smollm2", 1, "SmolLM2 3 → 1", GREEN, GREEN, "^"),
+    ("merges", 2, "8 → 2, 1 token per parameter", PURPLE, PAGE, "h"),
+    ("longer", 2, "8 → 2, 7 tokens per parameter", PURPLE, LIGHT_PURPLE, "h"),
+    ("twenty", 2, "8 → 2, 20 tokens per parameter", PURPLE, PURPLE, "h"),
+    ("merges", 1, "8 → 1, 1 token per parameter", BROWN, PAGE, ">"),
+    ("longer", 1, "8 → 1, 7 tokens per parameter", BROWN, LIGHT_BROWN, ">"),
+    ("twenty", 1, "8 → 1, 20 tokens per parameter", BROWN, BROWN, ">"),
+    ("smollm2", 1, "SmolLM2 3 → 1", INK, INK, "*"),
 )
 TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
 """The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
+UNREFINED_ARMS = {"behaviour": "not refined"}
+"""Plan → its name of the unrefined default, where it is not `unrefined`."""
 CURVES = (
-    ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s"),
-    ("mean", "distill", "mean, distilled from the parent", PINK, "v"),
-    ("fit-refit", "distill", "former default, distilled", BLUE, "o"),
-    ("parent", "next-token", "the control: the parent, trained further", MUTED, "d"),
+    ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s", "-"),
+    ("mean", "distill", "mean, distilled from the parent", PINK, "v", "--"),
+    ("fit-refit", "distill", "former default, distilled", BLUE, "o", ":"),
+    ("parent", "next-token", "the control: the parent, trained further", MUTED, "d", "-."),
 )
-TODAYS_CURVE = (TODAY["refine_longer"], "distill", "default, distilled", GREEN, "^")
+TODAYS_CURVE = (TODAY["refine_longer"], "distill", "default, distilled: attention", GREEN, "^", ":")
 DEFAULT_BY_TOKENS = ("unrefined", "refined 65536", "refined 262144")
 DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
+MERGE_SHARES = (1, 2, 5, 10, 20, 50, 100, 200)
+"""Ticks: share of mean's gap, in %."""
 SHARES, GAPS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2), (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Ticks: compute as a share of the recipe's, and nats."""
 RATES_TRIED = (6e-5, 2e-4, 4e-4, 6.6e-4, 1e-3, 2e-3)
@@ -93,12 +105,19 @@ TOP = 0.55
 BEYOND = "loss above the parent's (nats)"
 SCRATCH = "trained with 2 K/V heads from the start"
 DPI = 200
-TRAINED = (("all", ORANGE, "s"), ("attention", BLUE, "o"), ("kv", GREEN, "^"), ("lora", PINK, "v"))
+TRAINED = (
+    ("all", ORANGE, "s", "-"),
+    ("attention", BLUE, "o", "--"),
+    ("kv", GREEN, "^", "-."),
+    ("lora", PINK, "v", ":"),
+)
 PART_NAMES = {"all": "all parameters", "attention": "attention", "kv": "keys and values", "lora": "adapters"}
 TRAINED_FROM = {DEFAULT: "from the default", "mean": "from the mean"}
-SCHEDULES = (("wsd", BLUE, "o"), ("cosine", ORANGE, "s"), ("constant", GREEN, "^"))
+SCHEDULES = (("wsd", BLUE, "o", "-"), ("cosine", ORANGE, "s", "--"), ("constant", GREEN, "^", ":"))
+TOKENS_TRIED = (20, 50, 100, 200, 500, 1000)
+"""Ticks: thousands of tokens."""
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
-NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": MUTED}
+NEXT_TO: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": INK}
 LEFT_OF = {**NEXT_TO, "xytext": (-5, -10), "horizontalalignment": "right"}
 
 
@@ -108,7 +127,7 @@ def draw(results: Path) -> None:
         HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
         TOKENS: tokens,
     }  # fmt: skip
-    with matplotlib.rc_context(PLOT_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(
                 results / name, dpi=DPI, metadata={"Software": None, "Source": digest(results, name)}
@@ -122,30 +141,48 @@ def digest(results: Path, figure: str) -> str:
 
 
 def headline(results: Path) -> Figure:
-    figure = Figure(figsize=(8.2, 6.8), layout="constrained")
-    grid = figure.add_gridspec(2, 2)
+    figure = Figure(figsize=(8.2, 7.2), layout="constrained")
+    (above,), (below,) = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.05))
     names = {*(place[0] for place in PLACES), *TODAYS_PLANS.values()}
     plans = {name: read(results / f"{name}.jsonl") for name in names}
-    draw_merges(figure.add_subplot(grid[0, :]), plans)
-    left = figure.add_subplot(grid[1, 0])
+    draw_merges(above.subplots(), plans)
+    left, right = below.subplots(1, 2, sharey=True)
     earlier = [line for line in united(results, BETTER) if line["arm"] != "fit-refit"]  # a former default
-    lines = [*earlier, *read(results / "refine_longer.jsonl")]
-    draw_both(figure, left, figure.add_subplot(grid[1, 1], sharey=left), lines)
+    lines = [*earlier, *distilled_mean(results), *read(results / "refine_longer.jsonl")]
+    draw_both(below, left, right, lines)
     return figure
 
 
 def weak(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    draw_both(figure, left, right, united(results, WEAK))
+    draw_both(figure, left, right, [line for line in weak_lines(results) if not is_at_a_bad_rate(line)])
     return figure
 
 
-def draw_both(figure: Figure, left: Axes, right: Axes, lines: list[Result]) -> None:
+def weak_lines(results: Path) -> list[Result]:
+    """Return the uptraining of the weak parents, with the mean distilled at other rates, or attention alone."""
+    parts = [line for line in read(results / "parts.jsonl") if line["arm"] == "mean" and line["alpha"]]
+    return [*united(results, WEAK), *parts]
+
+
+def is_at_a_bad_rate(line: Result) -> bool:
+    """Return whether a line is of the control where only a rate was tried that is too high for it."""
+    return (line["arm"], line["alpha"]) == ("parent", 0.01)
+
+
+def draw_both(figure: FigureBase, left: Axes, right: Axes, lines: list[Result]) -> None:
     """Draw the uptraining to two K/V heads and to one."""
     draw_uptraining(left, lines, 2)
     draw_uptraining(right, lines, 1)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*legend_of(left), loc="outside lower center", ncols=2)
+
+
+def legend_of(axes: Axes) -> tuple[list[Any], list[str]]:
+    """Return the entries of a legend, without error bars, which not all points have."""
+    handles, labels = axes.get_legend_handles_labels()
+    plain = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
+    return plain, list(labels)
 
 
 def speed(results: Path) -> Figure:
@@ -156,10 +193,10 @@ def speed(results: Path) -> Figure:
     lines = united(results, BETTER)
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
-    for arm, loss, label, colour, marker in CURVES[:3]:
+    for arm, loss, label, colour, marker, style in CURVES[:3]:
         found = {heads: gaps(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
         points = {heads: seeds for heads, seeds in found.items() if seeds}
-        draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, f"{marker}-")
+        draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, marker, style)
         for heads, seeds in points.items():
             place = LEFT_OF if heads == 1 else NEXT_TO  # no curve goes on to the left of MQA
             axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **place)
@@ -169,7 +206,7 @@ def speed(results: Path) -> Figure:
     axes.set_xlabel(f"milliseconds per decoding step (batch {batch}, context {context})")
     axes.set_ylabel(BEYOND)
     axes.set_xlim(left=0, right=1.15 * times[8])
-    axes.legend(loc="upper right")
+    axes.legend(*legend_of(axes), loc="upper right")
     return figure
 
 
@@ -178,23 +215,23 @@ def rates(results: Path) -> Figure:
     lines = read(results / "rates.jsonl")
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     for axes, (arm, loss, label, *_) in zip(figure.subplots(1, 2), (CURVES[2], CURVES[0]), strict=True):
-        for schedule, colour, marker in SCHEDULES:
+        for schedule, colour, marker, style in SCHEDULES:
             own = [line for line in lines if (line["arm"], line["loss"], line["schedule"]) == (arm, loss, schedule)]
             points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
-            draw_points(axes, points, schedule, colour, f"{marker}-")
+            draw_points(axes, points, schedule, colour, marker, style)
         axes.set_title(label)
         label_rates(axes, RATES_TRIED)
-        axes.legend()
+        axes.legend(*legend_of(axes))
     return figure
 
 
 def compute(results: Path) -> Figure:
     """Draw the loss of each way from the parent to fewer heads against its compute: a row of panels for each kind."""
-    better = [*united(results, BETTER), *read(results / "refine_longer.jsonl")]
-    weak = [*united(results, WEAK), *read(results / "refine.jsonl")]
+    better = [*united(results, BETTER), *distilled_mean(results), *read(results / "refine_longer.jsonl")]
+    weak = [*weak_lines(results), *read(results / "refine.jsonl")]
     weak += [line for line in read(results / "parts.jsonl") if line["arm"] == DEFAULT and line["alpha"]]
     kinds = [("weak", weak), ("better-trained", better)]
-    figure = Figure(figsize=(8.2, 6.4), layout="constrained")
+    figure = Figure(figsize=(8.2, 6.6), layout="constrained")
     rows = figure.subplots(2, 2, sharex=True, sharey="row")
     for (name, lines), panels in zip(kinds, rows, strict=True):
         for axes, groups in zip(panels, (2, 1), strict=True):
@@ -203,31 +240,31 @@ def compute(results: Path) -> Figure:
         panels[0].set_ylabel(BEYOND)
     for axes in rows[-1]:
         axes.set_xlabel("compute, as a share of the paper's recipe")
-    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*legend_of(rows[0][0]), loc="outside lower center", ncols=2)
     return figure
 
 
 def draw_compute(axes: Axes, lines: list[Result]) -> None:
     """Draw the gap to the parent against compute, for each way of converting and uptraining."""
     papers = forward_passes(at(lines, "mean", (0.05, "next-token"))[0])
-    ways: list[tuple[str, list[Result], str, str]] = [
-        (label, [line for line in lines if (line["arm"], line["loss"]) == (arm, loss)], colour, f"{marker}-")
-        for arm, loss, label, colour, marker in CURVES[:2]
+    ways: list[tuple[str, list[Result], str, str, Any]] = [
+        (label, [line for line in lines if (line["arm"], line["loss"]) == (arm, loss)], colour, marker, style)
+        for arm, loss, label, colour, marker, style in CURVES[:2]
     ]
     default = [line for line in lines if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
-    ways.append(("default, refined on 0, 65,536 and 262,144 tokens", default, BLUE, "o-"))
+    ways.append(("default, refined on 0, 65,536 and 262,144 tokens", default, SKY, "P", "-."))
     distilled = [line for line in lines if line["arm"] in DISTILLED_DEFAULT and line["loss"] == "distill"]
-    for part, colour, form in (("all", GREEN, "^-"), ("attention", INK, "v:")):
+    for part, colour, marker, style in (("all", YELLOW, "X", LONG_DASHES), ("attention", *TODAYS_CURVE[3:])):
         own = [line for line in distilled if line["trainable"] == part]
-        ways.append((f"default, distilled: {PART_NAMES[part]}", own, colour, form))
-    for label, of_way, colour, form in ways:
+        ways.append((f"default, distilled: {PART_NAMES[part]}", own, colour, marker, style))
+    for label, of_way, colour, marker, style in ways:
         points = {}
         # Batches give a few tokens more or less, because steps are whole; they share a point.
         for share in sorted({round(forward_passes(line) / papers, 2) for line in of_way}):
             best = at_best_setting([line for line in of_way if round(forward_passes(line) / papers, 2) == share])
             points[forward_passes(best[0]) / papers] = gaps(best)
         if points:
-            draw_points(axes, points, label, colour, form)
+            draw_points(axes, points, label, colour, marker, style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(SHARES, [f"{share:g}" for share in SHARES])
@@ -242,35 +279,39 @@ def parts(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     for axes, (arm, title) in zip(figure.subplots(1, 2), TRAINED_FROM.items(), strict=True):
         of_arm = [line for line in lines if line["arm"] == arm]
-        for part, colour, marker in TRAINED:
-            for alpha, form in ((0.0025, ":"), (0.01, "-")):
+        for part, colour, marker, style in TRAINED:
+            for alpha, inside in ((0.0025, PAGE), (0.01, colour)):
                 own = [line for line in of_arm if (line["trainable"], line["alpha"]) == (part, alpha)]
                 points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
-                draw_points(axes, points, f"{PART_NAMES[part]}, α {alpha:g}", colour, f"{marker}{form}")
+                draw_points(axes, points, f"{PART_NAMES[part]}, α {alpha:g}", colour, marker, style, inside)
         start = statistics.mean(gaps([line for line in of_arm if not line["alpha"]]).values())
         if arm == DEFAULT:
-            axes.axhline(start, color=INK, linewidth=1, linestyle="--", label="after conversion")
+            axes.axhline(start, color=INK, linewidth=1, label="after conversion")
         axes.set_title(title)
         label_rates(axes, [rate for rate in PARTS_RATES if rate in {line["lr"] for line in of_arm}])
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*legend_of(figure.axes[0]), loc="outside lower center", ncols=3)
     return figure
 
 
 def tokens(results: Path) -> Figure:
     """Draw the loss of SmolLM2 against tokens of distillation, each part at the best of its rates."""
     lines = [line for line in read(results / "smollm2_tokens.jsonl") if line["arm"] == DEFAULT]
-    start = [line for line in lines if not line["alpha"]]
+    (start,) = gaps([line for line in lines if not line["alpha"]]).values()
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    for part, colour, marker in TRAINED:
+    axes.axhline(start, color=INK, linewidth=1, label="after conversion")
+    for part, colour, marker, style in TRAINED:
         own = [line for line in lines if line["trainable"] == part]
         lengths = sorted({line["tokens"] for line in own})
         points = {n / 1000: gaps(at_best_setting([x for x in own if x["tokens"] == n])) for n in lengths}
-        draw_points(axes, {0: gaps(start)} | points, PART_NAMES[part], colour, f"{marker}-")
+        draw_points(axes, points, PART_NAMES[part], colour, marker, style)
     axes.set_xlabel("tokens of distillation (thousands)")
     axes.set_ylabel(BEYOND)
+    axes.set_xscale("log")
+    axes.set_xticks(TOKENS_TRIED, [f"{n:,}" for n in TOKENS_TRIED])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.legend(*legend_of(axes), loc="lower left")
     return figure
 
 
@@ -283,13 +324,15 @@ def label_rates(axes: Axes, ticks: Sequence[float]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def draw_points(axes: Axes, points: dict[float, Seeds], label: str, colour: str, form: str) -> None:
-    """Draw means over seeds, with their spread."""
+def draw_points(
+    axes: Axes, points: dict[float, Seeds], label: str, colour: str, marker: str, style: Any, inside: str = ""
+) -> None:
+    """Draw means over seeds, with their spread if there are several; `inside` fills the markers."""
     values = [list(seeds.values()) for seeds in points.values()]
-    spread = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+    spread = [statistics.stdev(v) if len(v) > 1 else math.nan for v in values]
     axes.errorbar(
-        list(points), [statistics.mean(v) for v in values], spread, fmt=form, color=colour, label=label, markersize=5,
-        capsize=2, elinewidth=1,
+        list(points), [statistics.mean(v) for v in values], spread, marker=marker, linestyle=style, color=colour,
+        markerfacecolor=inside or colour, label=label, markersize=5, capsize=2, elinewidth=1,
     )  # fmt: skip
 
 
@@ -302,24 +345,29 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
         for row, arm in enumerate(MERGES):
             if figures := shares_left(results, plan, arm, groups):
-                error = statistics.stdev(figures) * 100 if len(figures) > 1 else 0
+                error = statistics.stdev(figures) * 100 if len(figures) > 1 else math.nan
                 axes.errorbar(
                     statistics.mean(figures) * 100, row + (place - 3) * 0.12, xerr=error, fmt=marker, color=colour,
-                    markerfacecolor=inside, markersize=5, capsize=2, elinewidth=1,
+                    markerfacecolor=inside, markersize=6, capsize=2, elinewidth=1,
                     label=label if arm == "mean" else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES.values())
-    axes.set_xlim(left=0, right=260)  # leaves room for the legend
-    axes.set_xlabel("share of mean's gap (%)")
-    axes.legend(loc="upper right", title="K/V heads; parents", alignment="left", title_fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xticks(MERGE_SHARES, map(str, MERGE_SHARES))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("share of mean's gap (%), logarithmic")
+    axes.legend(
+        *legend_of(axes), title="K/V heads; parents", alignment="left", title_fontsize=8, loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+    )  # fmt: skip
 
 
 def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
     """Return an arm's shares of mean's gap right after conversion, for each seed."""
     outside = plan if plan == "smollm2" else None
-    if arm == DEFAULT:
+    if arm in (DEFAULT, UNREFINED):
         plan = TODAYS_PLANS.get(plan, plan)
-        arm = TODAY.get(plan, arm)
+        arm = (TODAY if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
     lines = [line for line in results[plan] if line["groups"] == groups and outside in (None, line["parent"])]
     return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
 
@@ -327,15 +375,15 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss during uptraining")
-    for arm, loss, label, colour, marker in (*CURVES, TODAYS_CURVE):
+    for arm, loss, label, colour, marker, style in (*CURVES, TODAYS_CURVE):
         if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
-            draw_points(axes, percent, label, colour, f"{marker}-")
+            draw_points(axes, percent, label, colour, marker, style)
     scratch = [line for line in lines if line["from_nothing"] and line["groups"] == groups]
     if scratch:
-        axes.axhline(statistics.mean(gaps(scratch).values()), color=INK, linewidth=1, linestyle=":", label=SCRATCH)
+        axes.axhline(statistics.mean(gaps(scratch).values()), color=INK, linewidth=1, label=SCRATCH)
     start = statistics.mean(gaps(at(lines, "mean", (0, None), groups)).values())
-    axes.annotate(f"mean: {start:.2f} ↑", (0, TOP), **{**NEXT_TO, "xytext": (-4, -10)})
+    axes.annotate(f"mean:\n{start:.2f} ↑", (0, TOP), **{**NEXT_TO, "xytext": (-4, -20)})
     axes.set_ylim(-0.03, TOP)  # where the mean begins is far above what matters
     axes.set_xlim(-0.06, 12)
     axes.set_xlabel("tokens, % of the parent's pre-training")

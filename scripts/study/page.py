@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from scripts.study.cells import kv_heads, markdown, show
+from scripts.study.cells import PAPERS, START, kv_heads, markdown, show
 from scripts.study.figures import draw
 from scripts.study.page_tables import (
     along_training,
@@ -24,6 +24,7 @@ from scripts.study.page_tables import (
     by_rate,
     by_tokens,
     counted,
+    distances,
     extrapolated,
     kinds_by_part,
     recovered_by_text_kind,
@@ -40,6 +41,7 @@ from scripts.study.results import (
     Result,
     Stage,
     at,
+    distilled_mean,
     gaps,
     is_parent,
     left_by_text_kind,
@@ -107,6 +109,7 @@ def renewed(page: str, results: Path) -> str:
             "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
             "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
             "twenty": lambda folder: by_heads(read(folder / "twenty.jsonl")),
+            "twenty_distance": lambda folder: distances(read(folder / "twenty.jsonl"), LONGEST_TRAINED),
             "tokens_per_parameter": tokens_per_parameter,
             "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
@@ -128,7 +131,9 @@ def renewed(page: str, results: Path) -> str:
             "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
             "latent_smollm2": latent_smollm2,
             "field": field,
-            "savings_better": lambda folder: savings(united(folder, BETTER), FORMER_DEFAULT),
+            "savings_better": lambda folder: savings(
+                [*united(folder, BETTER), *distilled_mean(folder)], FORMER_DEFAULT
+            ),
         }  # fmt: skip
         part = parts.get(match[1], lambda folder: "\n\n".join(tables(read(folder / f"{match[1]}.jsonl"))))
         if not (text := part(results)):
@@ -138,6 +143,11 @@ def renewed(page: str, results: Path) -> str:
     return PLACE.sub(fill, page)
 
 
+LONGEST_TRAINED: tuple[tuple[str, Stage], ...] = (
+    PAPERS,
+    *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
+)
+"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe and the default."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
@@ -223,8 +233,10 @@ FIELD = (
     ("short", "random", "a random head of each group"),
     ("short", "first", "the first head of each group"),
     ("short", "mean", "mean (Ainslie et al.; AverageKV)"),
+    ("parts", "mean", "mean, attention distilled at 2e-3"),
     ("merges", "pca-weights", "truncated SVD of the weights"),
     ("short", "aligned-spread", "heads aligned, then their mean (Jin et al.)"),
+    ("merges", "aligned-weights", "heads aligned by the weights, then their mean"),
     ("latent", "svd", "latent attention, SVD of the weights"),
     ("latent", "transmla", "latent attention, TransMLA"),
     ("latent", "care", "latent attention, CARE"),
@@ -232,7 +244,7 @@ FIELD = (
     ("latent", "latent", "**`mha-to-mla`**"),
 )
 """Plan, arm and name of each way that the page compares, from the weak parents. `short` trains all parameters at one
-rate, `latent` attention at the best of some."""
+rate, `parts` and `latent` attention at the best of some."""
 
 
 def field(results: Path) -> str:
@@ -241,7 +253,7 @@ def field(results: Path) -> str:
     columns = [(groups, stage) for groups in (2, 1) for stage in stages]
     rows = []
     for plan, arm, name in FIELD:
-        parts = (None, "attention" if plan == "latent" else "all")
+        parts = (None, "attention" if plan in ("latent", "parts") else "all")
         lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
         if arm not in {line["arm"] for line in lines}:  # not run yet
             continue

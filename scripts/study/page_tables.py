@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, product
 
 from scripts.study.cells import (
@@ -19,6 +19,7 @@ from scripts.study.cells import (
 from scripts.study.results import (
     FORWARDS,
     Result,
+    Stage,
     at,
     at_best_setting,
     calibration_tokens,
@@ -53,6 +54,23 @@ def by_heads(lines: list[Result]) -> str:
             cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:z.1%}')}" if own else "–")
         rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
+
+
+def distances(lines: list[Result], names: Sequence[tuple[str, Stage]]) -> str:
+    """Return the table of some models' compute and distance from the parent, for all numbers of K/V heads.
+
+    Compute is a share of the recipe's. A cell has the KL divergence from the parent, and the agreement with it.
+    """
+    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    before = next(line["groups"] for line in lines if is_parent(line))
+    papers = forward_passes(at(lines, *PAPERS)[0])
+    rows = []
+    for arm, stage in names:
+        by_groups = [at(lines, arm, stage, groups) for groups in heads]
+        name = arm if stage == START else f"{arm}; {name_of(stage)}"
+        cells = (f"{show(of_seeds(x, 'kl'), '{:.3f}')}; {show(of_seeds(x, 'agreement'), '{:.1%}')}" for x in by_groups)
+        rows.append([name, f"{forward_passes(by_groups[0][0]) / papers:.1%}", *cells])
+    return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
 def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
@@ -323,7 +341,8 @@ def savings(lines: list[Result], best: str) -> str:
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
         shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
         batch = first["global_batch_tokens"]
-        label = f"{name}, {f'{name_of(own_stage)}, {batch:,} a step' if batch else 'no training'}"
+        part = "" if first["trainable"] in (None, "all") else f"{first['trainable']}, "
+        label = f"{name}, {f'{name_of(own_stage)}, {part}{batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
                      *(counted(lambda own: show(losses(own)), own, n_parents) for own in by_heads)])  # fmt: skip
     headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]

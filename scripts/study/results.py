@@ -50,6 +50,12 @@ def united(results: Path, plans: tuple[str, ...]) -> list[Result]:
     return [line for line in lines if line["arm"] in arms or line["from_nothing"]]
 
 
+def distilled_mean(results: Path) -> list[Result]:
+    """Return the lines of the mean distilled from the better-trained parents, attention alone."""
+    lines = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "parent"]
+    return [line for line in lines if line["arm"] == "mean" and line["alpha"]]
+
+
 FORWARDS = {None: 0, "next-token": 3, "distill": 4, "calibration": 2, "refining": 3}
 """Cost of a token in forward passes: 1 for the student, 2 for its gradients, 1 for the teacher; in calibration 1 for
 the parent and 1 for the merged model; in refining those of training, though only attention is trained. (Solving is not

@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.study import arms, page, page_tables, table
+from scripts.study import arms, cells, page, page_tables, table
 from scripts.study import figures as drawing
 from scripts.study import results as results_of
 from scripts.study.record import add_distilled, add_lines, record_parents
@@ -58,6 +58,13 @@ def line(
     }  # fmt: skip
 
 
+def test_figures_of_several_parents():
+    """Two are both written; equal ones once, since nothing varies."""
+    assert [cells.show(dict(enumerate(values)), "{:+.1f}") for values in ((), (1,), (1, 2), (1, 1, 1), (1, 2, 3))] == [
+        "–", "+1.0", "+1.0 and +2.0", "+1.0", "+2.0 ± 1.0",
+    ]  # fmt: skip
+
+
 def test_table(tmp_path):
     lines = [
         line("first", 0, 7.0), line("first", 1, 8.0),
@@ -78,18 +85,18 @@ def test_table(tmp_path):
         "| arm | after conversion | of mean's gap | distill, α 0.01 |",
         "| --- | --- | --- | --- |",
         "| parent | 4.0000 | 0.0% | – |",
-        "| mean | 5.5000 ± 0.7071 | 100.0% ± 0.0% | 4.5000 ± 0.0000 (lr 0.0003) |",
-        "| first | 7.5000 ± 0.7071 | 250.0% ± 70.7% | – |",
+        "| mean | 5.0000 and 6.0000 | 100.0% | 4.5000 (lr 0.0003) |",
+        "| first | 7.0000 and 8.0000 | 300.0% and 200.0% | – |",
         "",
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.0003 | 0.001 |",
         "| --- | --- | --- | --- |",
-        "| wsd, 1,024 tokens per step | 4.100 | 4.500 ± 0.000 | 4.700 ± 0.141 |",
+        "| wsd, 1,024 tokens per step | 4.100 | 4.500 | 4.600 and 4.800 |",
         "",
         "| arm | uptraining | KL from parent | agreement | recovered | over the control |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| mean | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
-        "| mean | distill, α 0.01 | 0.500 ± 0.000 | 75.0% ± 0.0% | 62% ± 18% | +0.500 |",
-        "| first | none | 0.500 ± 0.000 | 75.0% ± 0.0% | – | – |",
+        "| mean | none | 0.500 | 75.0% | – | – |",
+        "| mean | distill, α 0.01 | 0.500 | 75.0% | 50% and 75% | +0.500 |",
+        "| first | none | 0.500 | 75.0% | – | – |",
     ]
 
 
@@ -113,8 +120,8 @@ def test_table_by_cache():
     assert page_tables.by_cache(lines).splitlines() == [
         "|  | distilled | 64 numbers | 128 numbers |",
         "| --- | --- | --- | --- |",
-        "| merged | – | 0.5000 (1 of 2 parents) | 0.6000 ± 0.1414 |",
-        "| latent | – | 0.4000 (1 of 2 parents) | 0.2000 ± 0.1414 |",
+        "| merged | – | 0.5000 (1 of 2 parents) | 0.5000 and 0.7000 |",
+        "| latent | – | 0.4000 (1 of 2 parents) | 0.3000 and 0.1000 |",
         "| latent | α 0.01, attention | 0.2000 (lr 3e-05; 1 of 2 parents) | – |",
         "| latent | α 0.01, all | – | 0.1000 (lr 3e-05; 1 of 2 parents) |",
     ]
@@ -177,8 +184,8 @@ def test_table_by_tokens():
     distilled = (0.01, "distill", 5e-4)
     lines = [line("default", seed, loss, stage=distilled) for seed, loss in ((0, 4.2), (1, 4.4))]
     assert page_tables.by_tokens([parent, *starts, *lines]).splitlines()[2:] == [
-        "| 0 | 2 | 1.0000 ± 0.0000 | 0% ± 0% | 0.500 ± 0.000 | 75.0% ± 0.0% |",
-        "| 10,000 | 2 | 0.3000 ± 0.1414 | 70% ± 14% | 0.500 ± 0.000 | 75.0% ± 0.0% |",
+        "| 0 | 2 | 1.0000 | 0% | 0.500 | 75.0% |",
+        "| 10,000 | 2 | 0.2000 and 0.4000 | 80% and 60% | 0.500 | 75.0% |",
     ]
 
 
@@ -261,7 +268,7 @@ def test_table_of_the_field(tmp_path):
     assert page.field(tmp_path).splitlines() == [
         "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| mean (Ainslie et al.; AverageKV) | 2 | 0.6000 ± 0.1414 | 0.2000 (1 of 2 parents) | – | – |",
+        "| mean (Ainslie et al.; AverageKV) | 2 | 0.5000 and 0.7000 | 0.2000 (1 of 2 parents) | – | – |",
         "| **`mha-to-mla`** | 1 | – | – | – | 0.1000 |",
     ]
 
@@ -303,12 +310,12 @@ def test_table_of_rates():
         for lr, schedule, x in ((1e-3, "wsd", 4.5), (1e-4, "wsd", 4.6), (1e-3, "cosine", 4.4), (1e-4, "cosine", 4.7))
     ]
     losses, rates, _ = table.tables(lines)
-    assert losses.splitlines()[-1] == "| mean | – | – | 4.4500 ± 0.0707 (lr 0.001, cosine) |"
+    assert losses.splitlines()[-1] == "| mean | – | – | 4.4000 and 4.5000 (lr 0.001, cosine) |"
     assert rates.splitlines() == [
         "| mean, distill, α 0.01; peak: | 0.0001 | 0.001 |",
         "| --- | --- | --- |",
-        "| wsd, 1,024 tokens per step | 4.650 ± 0.071 | 4.550 ± 0.071 |",
-        "| cosine, 1,024 tokens per step | 4.750 ± 0.071 | 4.450 ± 0.071 |",
+        "| wsd, 1,024 tokens per step | 4.600 and 4.700 | 4.500 and 4.600 |",
+        "| cosine, 1,024 tokens per step | 4.700 and 4.800 | 4.400 and 4.500 |",
     ]
 
 
@@ -343,6 +350,7 @@ def test_table_of_savings():
         line("mean", 0, 4.55, stage=(0.05, "next-token", 1e-3)),
         line("mean", 0, 4.53, stage=(0.05, "next-token", 5e-4)),
         line("mean", 0, 4.45, stage=(0.05, "distill", 5e-4)),
+        line("mean", 0, 4.48, stage=(0.01, "distill", 2e-3), part="attention"),
         line("first", 0, 4.35, stage=(0.05, "distill", 5e-4)),
         line("fit-refit", 0, 4.7, convert=convert),
         line("fit-refit", 0, 4.5, stage=(0.005, "distill", 1e-3), convert=convert),
@@ -353,9 +361,27 @@ def test_table_of_savings():
         "| --- | --- | --- | --- | --- |",
         "| mean, next-token, α 0.05, 4,096 a step (the paper's) | 100% | 100% | 100% | 4.6000 |",
         "| mean, next-token, α 0.05, 1,024 a step (the paper's) | 100% | 100% | 100% | 4.5300 (lr 0.0005) |",
+        "| mean, distill, α 0.01, attention, 1,024 a step | 20.0% | 20.0% | 26.7% | 4.4800 |",
         "| mean, distill, α 0.05, 1,024 a step | 100.0% | 100.0% | 133.3% | 4.4500 |",
         "| fit-refit, no training | 0.0% | 6.0% | 4.0% | 4.7000 |",
         "| fit-refit, distill, α 0.005, 1,024 a step | 10.0% | 16.0% | 17.3% | 4.5000 |",
+    ]
+
+
+def test_table_of_distances():
+    """Compute is a share of the recipe's; a model at several rates is shown at the best."""
+    recipe, distilled = (0.05, "next-token", 1e-3), (0.01, "distill", 5e-4)
+    lines = [line("parent", 0, 4.0, groups=8, convert=None)]
+    for groups in (4, 2):
+        lines.append(line("mean", 0, 4.6, stage=recipe, groups=groups))
+        lines.append(line("mean", 0, 4.5, stage=distilled, groups=groups) | {"kl": 0.1 * groups})
+        lines.append(line("mean", 0, 4.9, stage=(0.01, "distill", 1e-4), groups=groups) | {"kl": 9.0})
+    stages = ("mean", recipe[:2]), ("mean", distilled[:2])
+    assert page_tables.distances(lines, stages).splitlines() == [
+        "| arm | compute | 8 → 4 heads | 8 → 2 heads |",
+        "| --- | --- | --- | --- |",
+        "| mean; next-token, α 0.05 | 100.0% | 0.500; 75.0% | 0.500; 75.0% |",
+        "| mean; distill, α 0.01 | 26.7% | 0.400; 75.0% | 0.200; 75.0% |",
     ]
 
 
@@ -399,7 +425,7 @@ def test_table_of_parents(tmp_path):
         record_parents(tmp_path, record)
         assert page.training_of_parents(tmp_path).splitlines() == [
             "| of its training | p | q | p, 2 K/V heads |", "| --- | --- | --- | --- |",
-            "| 50% | 6.500 ± 0.707 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
+            "| 50% | 6.000 and 7.000 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
     record.write_text(record.read_text().replace("5.0", "5.1"))
     with pytest.raises(click.ClickException, match=r"p has another parent 0 than .*: its loss is 5.0000, not 5.1000"):
@@ -430,8 +456,7 @@ def test_table_by_tokens_per_parameter(tmp_path):
             each["parent_loss"] = parent_loss
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     assert page.tokens_per_parameter(tmp_path).splitlines()[2:] == [
-        "| 1 | 2 | 4.000 ± 0.000 | 0.100 ± 0.000, 5.0% ± 0.0% | 0.200 ± 0.000, 10.0% ± 0.0% "
-        "| 0.400 ± 0.000, 20.0% ± 0.0% |",
+        "| 1 | 2 | 4.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 7 | 1 | 3.500 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 20 | 1 | 3.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
     ]
