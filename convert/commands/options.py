@@ -78,8 +78,9 @@ def latent_options(command: Command) -> Command:
     """Add the options of LatentOptions to a command."""
     return add_options(
         command,
-        click.option("--latent", type=click.IntRange(min=1), default=DEFAULT_LATENT, show_default=True, metavar="N",
-                     help="Size of the latent, from which the values and unrotated keys of all heads are computed."),
+        click.option("--latent", type=click.IntRange(min=1), metavar="N",
+                     help="Size of the latent, from which the values and unrotated keys of all heads are computed.  "
+                     f"[default: {DEFAULT_LATENT}]"),
         click.option("--rope", type=click.IntRange(min=2), default=DEFAULT_ROPE, show_default=True, metavar="N",
                      help="Size of the rotated key that all heads share."),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,

@@ -43,7 +43,10 @@ def refused(convert, source, tmp_path):
         (("--latent", 12, "--rope", 7), ("--rope 7 is odd", "even")),
         (("--latent", 12, "--rope", 66), ("--rope 66 is more than the 64", "at most 64")),
         (("--latent", 65, "--rope", 8), ("--latent 65 is more", "at most 64")),
-        ((), ("--latent 512 is more", "hidden size of 64", "at most 64")),
+        (
+            (),
+            ("the default of --latent, 512, is too large", "at most 64", "such as --latent 32 --rope 32;", "inspect "),
+        ),
         (("--latent", 1, "--rope", 8, "--latent-norm", "bias"), ("--latent 1 leaves nothing", "--latent-norm bias")),
         ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
         ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),
