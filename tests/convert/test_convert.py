@@ -181,6 +181,9 @@ def test_shards_can_be_divided_anew(convert, source, tmp_path):
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "big").refused(
         "'big' is not a size", "24GB"
     )
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "5").refused(
+        "'5' is less than 10,000 bytes; give a unit, for example 24GB"
+    )
 
 
 def test_provenance_holds_digests_and_the_merge_report(convert, source, tmp_path):
