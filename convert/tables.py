@@ -15,7 +15,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
     print_key_values(
         summary["source"],
         [
-            ("model_type", f"{summary['model_type']} ({summary['format']}, {len(summary['files'])} file(s))"),
+            ("model_type", f"{summary['model_type']} ({summary['format']}, {_number(len(summary['files']), 'file')})"),
             (
                 "attention",
                 f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
@@ -75,22 +75,33 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
     """Print a plan's summary, with estimates unless it is `done`."""
     cache = planned["kv_cache_bytes_per_token"]
-    action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
+    verb, verb_done = {"repeat": ("repeat", "repeated"), "latent": ("compute", "computed")}.get(
+        planned["method"], ("merge", "merged")
+    )
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             _attention(planned, method),
-            (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
-            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
-            ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
+            *_tensors(verb_done if done else f"to {verb}", planned, "regrouped", " in the output"),
+            *_tensors("copied" if done else "to copy", planned, "copied"),
+            ("output", f"{size(planned['output_bytes'])} in {_number(planned['n_shards'], 'file')}"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
             *_remarks(planned),
         ],
     )
+
+
+def _tensors(label: str, planned: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
+    n, n_bytes = planned[f"n_{kind}"], planned[f"bytes_{kind}"]
+    return [(label, f"{_number(n, 'tensor')}, {size(n_bytes)}{where}")] if n else []
+
+
+def _number(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
@@ -111,15 +122,12 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
 
 
 def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped_files = ", ".join(summary["left_out"]) or "none"
-    return [("not copied", skipped_files), *(("note", note) for note in summary["notes"])]
+    skipped_files = [("not copied", ", ".join(summary["left_out"]))] if summary["left_out"] else []
+    return [*skipped_files, *(("note", note) for note in summary["notes"])]
 
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    if not report:
-        console().print("The number of K/V heads is unchanged; every tensor was copied.")
-        return
     table = Table(
         title="Merged heads compared with the originals", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
     )

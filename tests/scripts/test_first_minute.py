@@ -68,7 +68,12 @@ def large(tmp_path_factory):
     [
         ("convert", ["inspect", "s"], ["GQA-16", "tensor-parallel"]),
         ("convert", ["inspect", "s", "--heads"], ["\n    31 ", "GQA-16 %", "largest loss"]),
-        ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean", "--dry-run"], ["64 tensors"]),
+        (
+            "convert",
+            ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean", "--dry-run"],
+            ["to merge", "64 tensors"],
+        ),
+        ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean"], ["merged", "\n  uptrain run o "]),
         ("uptrain", ["plan", "s", *PLAN], ["100,000,000,000"]),
         ("uptrain", ["status", "run"], ["50 of 50", "recovered fraction"]),
     ],
