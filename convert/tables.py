@@ -31,10 +31,11 @@ def print_inspection(summary: dict[str, Any]) -> None:
             *_remarks(summary),
         ],
     )
-    table = Table(title="\nPossible values of --groups", title_justify="left")
-    headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
+    table = _table("\nPossible values of --groups")
+    for heading in ("groups", "kind", "weights", "KV cache", "of now"):
+        table.add_column(heading, justify="right")
+    for heading in ("TP", "TP, heads copied"):
+        table.add_column(heading)
     now = summary["groups"][0]["kv_cache_bytes_per_token"]
     for row in summary["groups"]:
         cache = row["kv_cache_bytes_per_token"]
@@ -49,16 +50,16 @@ def print_inspection(summary: dict[str, Any]) -> None:
         )
     screen = console()
     screen.print(table)
-    screen.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
-    screen.print("the K/V heads; larger ones hold each K/V head on more than one device.")
+    screen.print("KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes")
+    screen.print("that divide the K/V heads; larger ones hold each on more than one device.")
     if summary["latent"]:
         _latent_sizes(summary["latent"], now)
 
 
 def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
-    table = Table(title="\nSome sizes of latent attention (mha-to-mla)", title_justify="left")
-    for heading in ("--latent", "--rope", "KV cache/token", "of now", "as groups", "vLLM kernel"):
+    table = _table("\nSome sizes of latent attention (mha-to-mla)")
+    for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
         table.add_column(heading, justify="right")
     for row in rows:
         cache = row["kv_cache_bytes_per_token"]
@@ -68,8 +69,13 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen = console()
     screen.print(table)
     screen.print("as groups: the number of groups with the same KV cache. Tensor parallelism")
-    screen.print("divides groups among devices, but copies the latent to each. transformers opens")
-    screen.print("all sizes. vLLM kernel: whether it has a fast one; its results were not verified.")
+    screen.print("divides groups among devices, but copies the latent to each. transformers")
+    screen.print("opens all sizes. vLLM kernel: whether it has a fast one, whose results were not")
+    screen.print("verified.")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
@@ -128,16 +134,14 @@ def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    table = Table(
-        title="Merged heads compared with the originals", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = _table("Merged heads compared with the originals")
     table.add_column("", overflow="fold")
     for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]
         table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
-    console().print(table)
+    console().print(table, "")
 
 
 def _kind(entry: dict[str, Any]) -> str:

@@ -66,7 +66,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(
     ("program", "arguments", "words"),
     [
-        ("convert", ["inspect", "s"], ["GQA-16", "tensor-parallel"]),
+        ("convert", ["inspect", "s"], [" kind ", "%  1 2 4 8 16 32 ", "tensor-parallel"]),
         ("convert", ["inspect", "s", "--heads"], ["\n    31 ", "GQA-16 %", "largest loss"]),
         (
             "convert",
