@@ -15,7 +15,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
     print_key_values(
         summary["source"],
         [
-            ("model_type", f"{summary['model_type']} ({summary['format']}, {len(summary['files'])} file(s))"),
+            ("model_type", f"{summary['model_type']} ({summary['format']}, {_number(len(summary['files']), 'file')})"),
             (
                 "attention",
                 f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
@@ -31,10 +31,11 @@ def print_inspection(summary: dict[str, Any]) -> None:
             *_remarks(summary),
         ],
     )
-    table = Table(title="\nPossible values of --groups", title_justify="left")
-    headings = ("groups", "", "weights", "KV cache/token", "of now", "TP", "TP, heads copied")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in headings[-2:] else "right")
+    table = _table("\nPossible values of --groups")
+    for heading in ("groups", "kind", "weights", "KV cache", "of now"):
+        table.add_column(heading, justify="right")
+    for heading in ("TP", "TP, heads copied"):
+        table.add_column(heading)
     now = summary["groups"][0]["kv_cache_bytes_per_token"]
     for row in summary["groups"]:
         cache = row["kv_cache_bytes_per_token"]
@@ -49,16 +50,16 @@ def print_inspection(summary: dict[str, Any]) -> None:
         )
     screen = console()
     screen.print(table)
-    screen.print("KV cache: all layers, 16 bits a value. TP: tensor-parallel sizes that divide")
-    screen.print("the K/V heads; larger ones hold each K/V head on more than one device.")
+    screen.print("KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes")
+    screen.print("that divide the K/V heads; larger ones hold each on more than one device.")
     if summary["latent"]:
         _latent_sizes(summary["latent"], now)
 
 
 def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
-    table = Table(title="\nSome sizes of latent attention (mha-to-mla)", title_justify="left")
-    for heading in ("--latent", "--rope", "KV cache/token", "of now", "as groups", "vLLM kernel"):
+    table = _table("\nSome sizes of latent attention (mha-to-mla)")
+    for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
         table.add_column(heading, justify="right")
     for row in rows:
         cache = row["kv_cache_bytes_per_token"]
@@ -68,29 +69,45 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     screen = console()
     screen.print(table)
     screen.print("as groups: the number of groups with the same KV cache. Tensor parallelism")
-    screen.print("divides groups among devices, but copies the latent to each. transformers opens")
-    screen.print("all sizes. vLLM kernel: whether it has a fast one; its results were not verified.")
+    screen.print("divides groups among devices, but copies the latent to each. transformers")
+    screen.print("opens all sizes. vLLM kernel: whether it has a fast one, whose results were not")
+    screen.print("verified.")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
     """Print a plan's summary, with estimates unless it is `done`."""
     cache = planned["kv_cache_bytes_per_token"]
-    action = {"repeat": "repeat", "latent": "compute"}.get(planned["method"], "merge")
+    verb, verb_done = {"repeat": ("repeat", "repeated"), "latent": ("compute", "computed")}.get(
+        planned["method"], ("merge", "merged")
+    )
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
     method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             _attention(planned, method),
-            (f"to {action}", f"{planned['n_regrouped']} tensors, {size(planned['bytes_regrouped'])} in the output"),
-            ("to copy", f"{planned['n_copied']} tensors, {size(planned['bytes_copied'])}"),
-            ("output", f"{size(planned['output_bytes'])} in {planned['n_shards']} file(s)"),
+            *_tensors(verb_done if done else f"to {verb}", planned, "regrouped", " in the output"),
+            *_tensors("copied" if done else "to copy", planned, "copied"),
+            ("output", f"{size(planned['output_bytes'])} in {_number(planned['n_shards'], 'file')}"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
             *_remarks(planned),
         ],
     )
+
+
+def _tensors(label: str, planned: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
+    n, n_bytes = planned[f"n_{kind}"], planned[f"bytes_{kind}"]
+    return [(label, f"{_number(n, 'tensor')}, {size(n_bytes)}{where}")] if n else []
+
+
+def _number(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
@@ -111,25 +128,20 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
 
 
 def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped_files = ", ".join(summary["left_out"]) or "none"
-    return [("not copied", skipped_files), *(("note", note) for note in summary["notes"])]
+    skipped_files = [("not copied", ", ".join(summary["left_out"]))] if summary["left_out"] else []
+    return [*skipped_files, *(("note", note) for note in summary["notes"])]
 
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    if not report:
-        console().print("The number of K/V heads is unchanged; every tensor was copied.")
-        return
-    table = Table(
-        title="Merged heads compared with the originals", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-    )
+    table = _table("Merged heads compared with the originals")
     table.add_column("", overflow="fold")
     for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]
         table.add_row(kind, *_mean_and_lowest(entries, "mean_cosine"), *_mean_and_lowest(entries, "norm_ratio"))
-    console().print(table)
+    console().print(table, "")
 
 
 def _kind(entry: dict[str, Any]) -> str:

@@ -94,6 +94,11 @@ def read_geometry(checkpoint: Checkpoint) -> Geometry:
 
 
 def _read_geometry(checkpoint: Checkpoint) -> Geometry:
+    if read_latent_norm(checkpoint.config) is not None:
+        raise CheckpointError(
+            "this is an output of convert mha-to-mla, whose KV cache holds one latent for all heads, so there are no "
+            "K/V heads to merge; use it as it is. `uptrain run` and `uptrain evaluate` take it."
+        )
     match = find_family(checkpoint.config)
     family, config = match.family, {**match.family.default_sizes, **match.config}
     _refuse_quantised(checkpoint, config)

@@ -8,11 +8,19 @@ from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import LAYER_METHODS, METHODS
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import Command, SizeType, add_options, device_option, json_option
+from model.common.command_options import (
+    Command,
+    CountType,
+    SizeType,
+    WholeNumber,
+    add_options,
+    device_option,
+    json_option,
+)
 
 WORKERS = 4
 _calibration_tokens_option = click.option(
-    "--calibration-tokens", type=click.IntRange(min=1), metavar="N",
+    "--calibration-tokens", type=CountType(), metavar="N",
     help=f"Tokens of the text to use, at least four windows.  [default: {DEFAULT_TOKENS}]",
 )  # fmt: skip
 
@@ -32,10 +40,10 @@ def output_options(command: Command) -> Command:
     """Add the options of OutputOptions to a command."""
     return add_options(
         command,
-        click.option("--max-shard-size", type=SizeType(), metavar="SIZE",
+        click.option("--max-shard-size", type=SizeType(least=10**4), metavar="SIZE",
                      help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE; 5GB for GGUF, Meta's "
                      "format and training checkpoints]"),
-        click.option("--workers", type=click.IntRange(min=1), default=WORKERS, show_default=True,
+        click.option("--workers", type=WholeNumber(1), default=WORKERS, show_default=True, metavar="N",
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
@@ -56,7 +64,7 @@ def merge_options(command: Command) -> Command:
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "the validation windows (every fourth).  [default: only without --method]"),
-        click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
+        click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
                      help="Then train each merged layer's attention on this many tokens of the calibration text, to "
                      "reproduce the original layer's output. Keep the weights with the least error on "
                      "the validation windows (every fourth).  "
@@ -69,7 +77,7 @@ def merge_options(command: Command) -> Command:
                      "paper's mean.  [default: shipped]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
+        click.option("--seed", type=WholeNumber(0, LARGEST_COUNT), default=0, show_default=True, metavar="N",
                      help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip
 
@@ -78,9 +86,10 @@ def latent_options(command: Command) -> Command:
     """Add the options of LatentOptions to a command."""
     return add_options(
         command,
-        click.option("--latent", type=click.IntRange(min=1), default=DEFAULT_LATENT, show_default=True, metavar="N",
-                     help="Size of the latent, from which the values and unrotated keys of all heads are computed."),
-        click.option("--rope", type=click.IntRange(min=2), default=DEFAULT_ROPE, show_default=True, metavar="N",
+        click.option("--latent", type=WholeNumber(1), metavar="N",
+                     help="Size of the latent, from which the values and unrotated keys of all heads are computed.  "
+                     f"[default: {DEFAULT_LATENT}]"),
+        click.option("--rope", type=WholeNumber(2), default=DEFAULT_ROPE, show_default=True, metavar="N",
                      help="Size of the rotated key that all heads share."),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
                      help="How to undo the norm that the class applies to the latent. eps: by small numbers and the "
@@ -94,7 +103,7 @@ def latent_options(command: Command) -> Command:
                      "nothing]"),
         # Published methods beside `fit`, for the study (docs/latent.md).
         click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
-        click.option("--refine", type=click.IntRange(0, MAX_TOKENS), metavar="TOKENS",
+        click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
                      help="Train each layer's attention on this many tokens of the calibration text, to reproduce "
                      "the original layer's output. Keep the weights with the least error on "
                      "the validation windows (every fourth).  "
@@ -104,6 +113,6 @@ def latent_options(command: Command) -> Command:
                      "[default: shipped; none where the sizes lose nothing]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=click.IntRange(0, LARGEST_COUNT), default=0, show_default=True,
+        click.option("--seed", type=WholeNumber(0, LARGEST_COUNT), default=0, show_default=True, metavar="N",
                      help="Seed of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip

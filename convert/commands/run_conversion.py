@@ -10,8 +10,8 @@ from convert import conversion, tables
 from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
-from convert.latent.recipe import LATENT
-from convert.merging.methods import REPEAT
+from convert.latent.recipe import is_exact
+from convert.merging.methods import METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan
@@ -22,6 +22,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import lies_in
+from model.geometry import Geometry
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
@@ -74,7 +75,7 @@ def _convert(
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
     else:
-        _print_result(source, out, plan, summary, record)
+        _print_result(checkpoint, out, plan, summary, record)
 
 
 def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
@@ -84,17 +85,41 @@ def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
             raise CheckpointError(f"OUT ({out}) holds the calibration text {part}, which replacing it would delete.")
 
 
-def _print_result(source: Path, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]) -> None:
-    if plan.recipe.method not in (REPEAT, LATENT):
+def _print_result(
+    checkpoint: Checkpoint, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]
+) -> None:  # fmt: skip
+    if not plan.regrouped:
+        console.echo("The number of K/V heads is unchanged; every tensor was copied.")
+    elif plan.recipe.method in METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
     tables.print_plan(summary, done=True)
-    console.echo(f"\nWrote {out}. Check it with: convert verify {shlex.quote(str(source))} {shlex.quote(str(out))}")
+    source, written = shlex.quote(summary["source"]), shlex.quote(str(out))
+    console.echo(f"\nWrote {out}. Check it with: convert verify {source} {written}")
     text = plan.recipe.text
     if text and text.private:
         console.echo(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."
         )
+    if _costs_quality(plan) and _is_trainable(plan.geometry):
+        is_folder = (checkpoint.path / "config.json").is_file()
+        teacher = source if is_folder else "PARENT"
+        console.echo("Measure its quality, and train it:")
+        if not is_folder:
+            console.echo(f"  convert to-hf {source} PARENT")
+        console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
+        console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+
+
+def _costs_quality(plan: Plan) -> bool:
+    if isinstance(plan, LatentPlan):
+        return not is_exact(plan.sizes, plan.recipe.frequencies)
+    return bool(plan.regrouped) and plan.recipe.method != REPEAT
+
+
+def _is_trainable(geometry: Geometry) -> bool:
+    """Return whether `uptrain` takes such a model: no images, no encoder, and no ALiBi."""
+    return geometry.text_config is None and len(geometry.attention.family.attention) == 1 and not geometry.alibi
 
 
 def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]:

@@ -76,6 +76,12 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
 
 
+def largest_latent(geometry: Geometry, norm: LatentNormKind) -> int:
+    """Return the largest size of the latent that a model can use."""
+    most = min(2 * geometry.n_kv_heads * geometry.head_dim, geometry.hidden_size)
+    return most + (1 if norm == "bias" else 0)
+
+
 def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKind) -> LatentSizes:
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
@@ -89,7 +95,7 @@ def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKin
     least = 2 if norm == "bias" else 1
     if latent < least:
         raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
-    most = min(2 * keys, geometry.hidden_size) + (1 if norm == "bias" else 0)
+    most = largest_latent(geometry, norm)
     if latent > most:
         raise CheckpointError(
             f"--latent {latent} is more than keys and values of {geometry.n_kv_heads} K/V heads of "

@@ -14,16 +14,27 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, UPTRAINING_RECORD, read_bytes_up_to
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
+TRAINING_DETAILS = (
+    f"Details are in `{UPTRAINING_RECORD}`.".encode(),
+    f"Details are in `{UPTRAINING_RECORD}` of the model before its conversion.".encode(),
+)
+"""A sentence of an export's card (`uptrain.export.model_card`), and what it becomes in the card of a conversion."""
+
 
 def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
-    """Return `README.md`: the source's own card, unchanged, followed by a section on the conversion."""
+    """Return `README.md`: the source's own card, followed by a section on the conversion.
+
+    If the source was trained by Groupwise and heads change, its card no longer refers to a file beside it.
+    """
     source = checkpoint.side_files.get("README.md")
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
+    if source and plan.regrouped:  # the record is then not copied
+        source = source.replace(*TRAINING_DETAILS)
     card = source or _front_matter(origin, _tags(plan)).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 

@@ -237,7 +237,8 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
         yield (
             "the rotated key has frequencies of its own (rope_type longrope): transformers 5 computes them, and vLLM "
             "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes "
-            "other frequencies without a message."
+            "other frequencies without a message. transformers warns of an unrecognised key, beta_fast, which is "
+            "harmless: there it has no use, and it makes vLLM's own code stop."
         )
     if sizes.norm == "bias":
         yield (

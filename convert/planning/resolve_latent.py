@@ -1,16 +1,18 @@
 """Resolve the options of a conversion to latent attention into a recipe."""
 
+import shlex
 from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
-from convert.latent import Frequencies, LatentMethod, LatentNormKind
+from convert.latent import DEFAULT_LATENT, Frequencies, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.latent.sizes import LatentSizes, choose_sizes
+from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
 from convert.planning.resolve_merge import MergeOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
+from model.geometry import Geometry
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class LatentOptions:
     `method`, which the help does not show, is for comparison with published methods: they are not refined by default.
     """
 
-    latent: int
+    latent: int | None
     rope: int
     latent_norm: LatentNormKind
     frequencies: Frequencies | None
@@ -47,7 +49,9 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 
     source = read_source(checkpoint)
-    sizes = choose_sizes(source.geometry, options.latent, options.rope, options.latent_norm)
+    if options.latent is None:
+        _check_default(checkpoint, source.geometry, options)
+    sizes = choose_sizes(source.geometry, options.latent or DEFAULT_LATENT, options.rope, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
@@ -68,6 +72,24 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
     text, device = read_text(checkpoint, options.text_options)
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
+
+
+def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOptions) -> None:
+    """Raise CheckpointError if the default size of the latent is too large for a model. Name sizes that fit."""
+    most = largest_latent(geometry, options.latent_norm)
+    if most >= DEFAULT_LATENT:
+        return
+    fitting = suggested_sizes(geometry)
+    advice = (
+        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope}; "
+        f"convert inspect {shlex.quote(str(checkpoint.path))} lists sizes"
+        if fitting
+        else f"--latent, at most {most}"
+    )
+    raise CheckpointError(
+        f"the default of --latent, {DEFAULT_LATENT}, is too large for this model, which can use at most {most} "
+        f"({geometry.n_kv_heads} K/V heads of {geometry.head_dim}, hidden size {geometry.hidden_size}); give {advice}."
+    )
 
 
 def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from convert.conversion import plan_recipe
 from convert.merging.heads import merge_groups
 from convert.output.converted_layers import ConvertedLayerCache
-from convert.output.groupwise_json import read_record
+from convert.output.groupwise_json import earlier_conversion, read_record
 from convert.output.write_shards import digest, scaled_rows
 from convert.planning.plan import Plan
 from convert.verification.files import compare_files
@@ -33,8 +33,8 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
-from model.common.files import file_sha256
-from model.common.read_files import UPTRAINING_RECORD
+from model.common.files import file_sha256, has_content
+from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
 
 PIECE = 8 << 20
 
@@ -51,19 +51,15 @@ def verify(
     A calibration is repeated on `device`, with the tokens stored in OUT. The text that OUT names is neither opened nor
     downloaded, because OUT may be untrusted.
 
-    Raises CheckpointError if either cannot be read, if OUT does not record its recipe, or if it was trained since;
+    Raises CheckpointError if either cannot be read, if OUT does not record its recipe, or was trained since;
     InputError if the device is not there.
     """
     if device != AUTO_DEVICE and find_spec("torch") is not None:  # else nothing can run on it
         from model.decoder.devices import find_device
 
         find_device(device)  # so that a wrong name is refused where nothing was calibrated, too
+    _refuse_others(source, out_path)
     record = read_record(out_path)
-    if (out_path / UPTRAINING_RECORD).is_file() and UPTRAINING_RECORD not in source.side_files:
-        raise CheckpointError(
-            f"{out_path} was trained after its conversion ({UPTRAINING_RECORD}), so its weights are other ones; give "
-            "the converted model that the run began with."
-        )
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
         recipe = recorded_recipe(source, out_path, record, device, findings)
@@ -100,6 +96,26 @@ def verify(
         findings.n_regrouped = 0 if layers is None else len(same_names) - findings.n_copied
         compare_files(source, out, plan, record, findings)
     return findings
+
+
+def _refuse_others(source: Checkpoint, out_path: Path) -> None:
+    """Raise CheckpointError if OUT is a run, an export, or the source of a conversion whose output is SOURCE."""
+    if (out_path / "run.json").is_file():
+        raise CheckpointError(
+            f"{out_path} is the folder of a run, whose weights are other ones; give the converted model that the run "
+            "began with."
+        )
+    if out_path.is_dir() and not (out_path / CONVERSION_RECORD).is_file() and earlier_conversion(source) is not None:
+        raise CheckpointError(
+            f"{out_path} has no {CONVERSION_RECORD}, so it was not made by convert, but {source.path} was; the order "
+            "is convert verify SOURCE OUT."
+        )
+    trained, known = out_path / UPTRAINING_RECORD, source.side_files.get(UPTRAINING_RECORD)
+    if trained.is_file() and (known is None or not has_content(trained, known)):  # `to-hf` copies the source's
+        raise CheckpointError(
+            f"{out_path} was trained after its conversion ({UPTRAINING_RECORD}), so its weights are other ones; give "
+            "the converted model that the run began with."
+        )
 
 
 def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:

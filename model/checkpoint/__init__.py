@@ -3,11 +3,12 @@
 from importlib import import_module
 from pathlib import Path
 
-from model.checkpoint.hf_folder import refuse_without_weights
+from model.checkpoint.hf_folder import refuse_file_of_model, refuse_without_weights
 from model.checkpoint.hub import find_in_cache
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
 from model.common.errors import CheckpointError
+from model.common.read_files import similar_path
 
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "TensorInfo", "open_checkpoint"]
 
@@ -41,7 +42,10 @@ def _open(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: a dangling symlink; {WHAT}.")
         cached = find_in_cache(path)
         if cached is None:
-            raise CheckpointError(f"{path}: no such file or folder; {WHAT}.")
+            similar = similar_path(path)
+            raise CheckpointError(
+                f"{path}: no such file or folder; {f'did you mean {similar}?' if similar else f'{WHAT}.'}"
+            )
         path = cached
     for name in READERS.values():
         reader = import_module(f"model.checkpoint.formats.{name}")
@@ -50,4 +54,5 @@ def _open(path: Path) -> Checkpoint:
             return checkpoint
     if path.is_dir():
         refuse_without_weights(path)
+    refuse_file_of_model(path)
     raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT}.")

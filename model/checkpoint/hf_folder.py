@@ -68,6 +68,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
                 f"convert to-hf {shlex.quote(str(folder))} OUT"
             )
         if folder.is_file():
+            refuse_file_of_model(folder)
             raise CheckpointError(f"{folder} is a file, not a checkpoint folder.")
         refuse_adapter(folder)
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
@@ -81,6 +82,12 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not a JSON object.")
     return text, config
+
+
+def refuse_file_of_model(path: Path) -> None:
+    """Raise CheckpointError, with the folder to give instead, if a file is one of the files of a model."""
+    if any(fnmatch(path.name, pattern) for pattern in (*WEIGHTS, "*.json")):
+        raise CheckpointError(f"{path} is one file of a checkpoint; give its folder: {path.parent}")
 
 
 def refuse_without_weights(folder: Path) -> NoReturn:

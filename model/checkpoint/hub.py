@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from model.common.errors import CheckpointError
+from model.common.read_files import similar_path
 
 # The hub's rule for names (huggingface_hub, `validate_repo_id`); a revision is a branch, a tag or a commit.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -45,12 +46,21 @@ def sha256_in_cache(path: Path) -> str | None:
 def find_in_cache(path: Path) -> Path | None:
     """Return the cached folder of the model that `path` names, or None if `path` cannot be a model's name.
 
-    Raises CheckpointError, with the command that fetches the model, if it is not in the cache.
+    Raises CheckpointError, with the command that fetches the model, if it is not in the cache. If there is a path of a
+    similar name, the message names that path instead.
     """
     match = NAME.fullmatch(str(path))
     if not match:
         return None
-    model, revision = match.group("model", "revision")
+    try:
+        return _find_in_cache(path, *match.group("model", "revision"))
+    except CheckpointError as error:
+        if similar := similar_path(path):
+            raise CheckpointError(f"{path}: no such file or folder; did you mean {similar}?") from error
+        raise
+
+
+def _find_in_cache(path: Path, model: str, revision: str | None) -> Path:
     fetch = f"hf download {model}" + (f" --revision {revision}" if revision else "")
     missing = f"{path}: no such file or folder here, and if it is a model on the Hugging Face Hub, then"
     try:

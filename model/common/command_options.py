@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from model.common.checks import LARGEST_COUNT, is_finite, short_repr
+from model.common.counts import parse_count
+from model.common.errors import InputError
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -53,9 +55,39 @@ class SizeType(click.ParamType[int]):
         if match:
             number, unit, binary = match.groups()
             size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-        if not self.least <= size <= LARGEST_COUNT:
+        if 0 < size < self.least:
+            self.fail(
+                f"{short_repr(value)} is less than {self.least:,} bytes; give a unit, for example 24GB, 500MB or 2GiB.",
+                parameter, context,
+            )  # fmt: skip
+        if not 0 < size <= LARGEST_COUNT:
             self.fail(f"{short_repr(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
         return size
+
+
+class CountType(click.ParamType[int]):
+    """The type of a number of tokens or steps, such as `4096`, `4K` or `50B`. Its value is an int."""
+
+    name = "count"
+
+    def __init__(self, least: int = 1, most: int = LARGEST_COUNT) -> None:
+        self.least, self.most = least, most
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        try:
+            return parse_count(str(value), self.least, self.most)
+        except InputError as error:
+            self.fail(str(error), parameter, context)
+
+
+class WholeNumber(click.IntRange):
+    """The type of a whole number of a range."""
+
+    name = "whole number"  # in click's messages
+
+    def _describe_range(self) -> str:
+        """Return the range for the help and for messages, without the 19 digits of LARGEST_COUNT."""
+        return super()._describe_range().replace(str(LARGEST_COUNT), f"2^{LARGEST_COUNT.bit_length() - 1}")
 
 
 def json_option(text: str = "Print the result as JSON, without a progress bar.") -> Callable[[Command], Command]:

@@ -1,6 +1,7 @@
 """Read files of checkpoints without trusting their sizes and links."""
 
 import codecs
+import difflib
 import json
 import os
 import stat
@@ -19,6 +20,14 @@ TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
 LFS_POINTER = b"version https://git-lfs"
 """Start of the file that a clone without git-lfs has in the place of a large file."""
+
+
+def similar_path(path: Path) -> Path | None:
+    """Return the neighbour of a missing path with the most similar name, as a suggestion; None if none is similar."""
+    if not os.access(path.parent, os.R_OK | os.X_OK) or not path.parent.is_dir():
+        return None
+    names = difflib.get_close_matches(path.name, [neighbour.name for neighbour in path.parent.iterdir()], n=1)
+    return path.parent / names[0] if names else None
 
 
 def check_size(path: Path, limit: int) -> None:

@@ -1,6 +1,7 @@
 """Open a folder's tokenizer with transformers, without running code from the folder."""
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def open_tokenizer(folder: Path) -> Any:
     check_files(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)  # a tokenizer rotates nothing
     code = _own_code(folder)
     openers: list[Any] = [AutoTokenizer]
     if code and (folder / WHOLE).is_file():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.common import checks, console
-from model.common.command_options import FiniteFloat, PathType, device_option
+from model.common.command_options import FiniteFloat, PathType, WholeNumber, device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -174,7 +174,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option(
     "--max-new-tokens",
-    type=click.IntRange(1, 1 << 20),
+    type=WholeNumber(1, 1 << 20),
     default=64,
     show_default=True,
     help="Tokens to generate at most.",
@@ -194,7 +194,12 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     help="Draw from the likeliest tokens that together have this probability.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, checks.LARGEST_COUNT), default=0, show_default=True, help="Seed of the sampling."
+    "--seed",
+    type=WholeNumber(0, checks.LARGEST_COUNT),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the sampling.",
 )
 @device_option("run the model on")
 def command(folder: Path, **options: Any) -> None:

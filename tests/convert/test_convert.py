@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import torch_files
 
 LAYOUTS = {
     "plain": {},
@@ -181,6 +182,9 @@ def test_shards_can_be_divided_anew(convert, source, tmp_path):
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "big").refused(
         "'big' is not a size", "24GB"
     )
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "x", "--max-shard-size", "5").refused(
+        "'5' is less than 10,000 bytes; give a unit, for example 24GB"
+    )
 
 
 def test_provenance_holds_digests_and_the_merge_report(convert, source, tmp_path):
@@ -312,3 +316,39 @@ def test_the_spelling_of_transformers_4_replaces_null(convert, tmp_path):
     assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
+
+
+def test_the_summary_of_a_conversion(convert, source, tmp_path):
+    """It says what was done, and the next commands."""
+
+    def shown(*command):
+        return [" ".join(line.split()) for line in convert(*command).out.splitlines()]
+
+    out, copy, repeated = (tmp_path / name for name in ("out", "copy", "repeated"))
+    merge = ("mha-to-gqa", source, out, "--groups", 2, "--method", "mean")
+    merged, others = "4 tensors, 2.048 kB in the output", "17 tensors, 32.45 kB"
+    planned, done = shown(*merge, "--dry-run"), shown(*merge)
+    assert {f"to merge {merged}", f"to copy {others}", "output 36.65 kB in 2 files"} <= set(planned)
+    assert {f"merged {merged}", f"copied {others}", "output 36.65 kB in 2 files"} <= set(done)
+    assert "Merged heads compared with the originals" in done
+    assert not any(line.startswith(("not copied", "to ")) for line in done)
+    for command in ("evaluate", "run"):
+        assert any(line.startswith(f"uptrain {command} {out} --teacher {source} --data ") for line in done)
+    copied = "\n".join(shown("to-hf", source, copy, "--max-shard-size", "1GB"))
+    assert "every tensor was copied" in copied and "in 1 file\n" in copied
+    assert "merged" not in copied and "uptrain" not in copied
+    again = "\n".join(shown("repeat-kv", out, repeated, "--groups", 4))
+    assert "repeated 4 tensors, " in again and "uptrain" not in again
+
+
+def test_the_next_commands_are_possible(convert, tmp_path):
+    """Of Meta's format, make a parent that uptrain reads. It takes no images, and exact outputs need no training."""
+    torch_files.write_meta(tmp_path / "meta", tiny.build(**torch_files.META_SHAPE))
+    text = convert("mha-to-mqa", tmp_path / "meta", tmp_path / "out", "--method", "mean").out
+    assert f"\n  convert to-hf {tmp_path}/meta PARENT\n  uptrain evaluate {tmp_path}/out --teacher PARENT " in text
+    llava = tiny.save(tiny.build("llava"), tmp_path / "llava")
+    assert "uptrain" not in convert("mha-to-mqa", llava, tmp_path / "llava-mqa", "--method", "mean").out
+    head_dim = torch_files.META_SHAPE["hidden_size"] // torch_files.META_SHAPE["num_attention_heads"]
+    exact = ("--latent", head_dim, "--rope", head_dim)
+    text = convert("mha-to-mla", tmp_path / "out", tmp_path / "latent", *exact).out
+    assert "convert verify" in text and "uptrain" not in text

@@ -51,7 +51,8 @@ def test_a_note_on_classes_of_vllm_without_grouped_heads(convert, tmp_path, fami
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     source = tiny.save(tiny.build("qwen2"), tmp_path / "source", "bfloat16", max_shard_size="20KB")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
+    assert result.code == 0 and "cosine" not in result.out and "uptrain evaluate" in result.out
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     assert {(n, t.dtype) for n, t in before.items()} == {(n, t.dtype) for n, t in after.items()}
     for name, tensor in before.items():

@@ -44,7 +44,7 @@ def test_missing_source(refuse, tmp_path):
 
 
 def test_source_is_a_file_of_another_kind(refuse, source):
-    refuse("unknown kind", ".gguf", path=source / "config.json")
+    refuse("unknown kind", ".gguf", path=source / "LICENSE")
 
 
 def test_paths_of_unset_shell_variables(convert, uptrain, source, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Names of models that are not in the hub's cache, or that are no names."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,25 @@ def test_hub_names_without_the_package(refuse, monkeypatch):
 def test_invalid_hub_names(refuse, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     refuse(name, "no such file or folder; SOURCE is")
+
+
+@pytest.mark.parametrize("form", ["assets/demo-mah", "./assets/demo-mah", "demo-mah", "ABSOLUTE"])
+def test_a_misspelt_path(convert, uptrain, tmp_path, monkeypatch, form):
+    """The message names the path that was meant, and no model of the hub."""
+    folder = tmp_path / "assets"
+    for name in ("demo-mha", "speeches"):
+        (folder / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path if "assets" in form else folder)
+    path = Path(f"{folder}/demo-mah" if form == "ABSOLUTE" else form)
+    words = f"{path}: no such file or folder; did you mean {path.with_name('demo-mha')}?"
+    convert("inspect", path).refused(words)
+    if form == "assets/demo-mah":
+        uptrain("plan", path, "--steps", 5).refused(words)
+
+
+def test_a_file_of_a_model(convert, uptrain, source):
+    file = next(source.glob("model-*.safetensors"))
+    for path in (file, source / "config.json"):
+        words = f"{path} is one file of a checkpoint; give its folder: {source}"
+        convert("inspect", path).refused(words)
+        uptrain("plan", path, "--steps", 5).refused(words)

@@ -1,6 +1,7 @@
 """Misuses of `convert mha-to-mla`: one line that says what to do, exit code 2, and nothing left behind."""
 
 import json
+import logging
 import shutil
 import signal
 
@@ -15,6 +16,7 @@ from staged import left_behind
 from tiny_tokenizers import make_tokenizer
 
 from convert import conversion
+from model.common.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 BY_WEIGHTS = ("--calibration", "none")
@@ -43,7 +45,10 @@ def refused(convert, source, tmp_path):
         (("--latent", 12, "--rope", 7), ("--rope 7 is odd", "even")),
         (("--latent", 12, "--rope", 66), ("--rope 66 is more than the 64", "at most 64")),
         (("--latent", 65, "--rope", 8), ("--latent 65 is more", "at most 64")),
-        ((), ("--latent 512 is more", "hidden size of 64", "at most 64")),
+        (
+            (),
+            ("the default of --latent, 512, is too large", "at most 64", "such as --latent 32 --rope 32;", "inspect "),
+        ),
         (("--latent", 1, "--rope", 8, "--latent-norm", "bias"), ("--latent 1 leaves nothing", "--latent-norm bias")),
         ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
         ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),
@@ -120,8 +125,29 @@ def test_models_that_are_not_causal(refused, source, tmp_path):
 def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path):
     assert convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).code == 0
     refused("deepseek_v3", "latent attention (MLA)", path=tmp_path / "mla")
-    result = convert("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2)
-    result.refused("latent attention (MLA)")
+    for command in (("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2), ("inspect", tmp_path / "mla")):
+        for more in ((), ("--json",)):
+            convert(*command, *more).refused(
+                f"{tmp_path / 'mla'}: this is an output of convert mha-to-mla",
+                "`uptrain run` and `uptrain evaluate` take",
+            )
+
+
+def test_transformers_does_not_warn_of_a_key_where_a_tokenizer_is_opened(convert, tmp_path):
+    """It does where the model is opened; a note says that this is harmless."""
+    source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
+    assert convert("mha-to-mla", source, tmp_path / "mla", "--latent", 12, "--rope", 16, *BY_WEIGHTS).code == 0
+    assert "unrecognised key, beta_fast, which is harmless" in (tmp_path / "mla/README.md").read_text()
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    logger.addHandler(handler)
+    try:
+        open_tokenizer(tmp_path / "mla")
+    finally:
+        logger.removeHandler(handler)
+    assert not records
 
 
 def test_scaled_rotations_have_no_stock_frequencies(refused, tmp_path):

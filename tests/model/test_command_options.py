@@ -2,8 +2,10 @@
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from model.common.command_options import SizeType
+from model.common.checks import LARGEST_COUNT
+from model.common.command_options import CountType, SizeType, WholeNumber
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,31 @@ def test_sizes(text, size):
 def test_invalid_sizes(text):
     with pytest.raises(click.BadParameter, match="is not a size; write for example 24GB, 500MB or 2GiB"):
         SizeType().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["1", "24", "9.9KB"])
+def test_sizes_whose_unit_was_forgotten(text):
+    with pytest.raises(click.BadParameter, match=f"'{text}' is less than 10,000 bytes; give a unit, for example 24GB"):
+        SizeType(least=10**4).convert(text, None, None)
+
+
+@pytest.mark.parametrize(("given", "count"), [("4096", 4096), ("4k", 4000), ("1.5M", 1_500_000), (7, 7), ("0", 0)])
+def test_counts(given, count):
+    assert CountType(0, 10**7).convert(given, None, None) == count
+
+
+@pytest.mark.parametrize(("given", "words"), [("4 k", "not a count"), (-7, "not a count"), ("8", "more than 7")])
+def test_invalid_counts(given, words):
+    with pytest.raises(click.BadParameter, match=f"is {words}; give a whole number such as 4096, or 4K"):
+        CountType(0, 7).convert(given, None, None)
+
+
+def test_whole_numbers():
+    """The help and the messages show no number of 19 digits, and the word that people use."""
+    command = click.Command("x", params=[click.Option(["--seed"], type=WholeNumber(0, LARGEST_COUNT), metavar="N")])
+    shown, wrong, large = (
+        CliRunner().invoke(command, line.split()).output for line in ("--help", "--seed 4k", f"--seed {2**61}")
+    )
+    assert "--seed N" in shown and "[0<=x<=2^60]" in shown
+    assert "'4k' is not a valid whole number." in wrong
+    assert "is not in the range 0<=x<=2^60." in large

@@ -66,9 +66,14 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(
     ("program", "arguments", "words"),
     [
-        ("convert", ["inspect", "s"], ["GQA-16", "tensor-parallel"]),
+        ("convert", ["inspect", "s"], [" kind ", "%  1 2 4 8 16 32 ", "tensor-parallel"]),
         ("convert", ["inspect", "s", "--heads"], ["\n    31 ", "GQA-16 %", "largest loss"]),
-        ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean", "--dry-run"], ["64 tensors"]),
+        (
+            "convert",
+            ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean", "--dry-run"],
+            ["to merge", "64 tensors"],
+        ),
+        ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean"], ["merged", "\n  uptrain run o "]),
         ("uptrain", ["plan", "s", *PLAN], ["100,000,000,000"]),
         ("uptrain", ["status", "run"], ["50 of 50", "recovered fraction"]),
     ],

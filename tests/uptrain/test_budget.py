@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
+from model.common.counts import parse_count
 from model.common.errors import InputError
 from uptrain.budget import training_time
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
 from uptrain.budget.conversion_record import source_names
-from uptrain.budget.counts import format_count, parse_count
+from uptrain.budget.counts import format_count
 from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
 from uptrain.budget.parameter_counts import count_parameters
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
@@ -248,7 +249,7 @@ def test_parse_count(text, count):
     if count is not None:
         assert parse_count(text) == count
     else:
-        with pytest.raises(InputError, match=r"is not a (whole number of at least 1|count); write for example 2T, 50B"):
+        with pytest.raises(InputError, match=r"is not a (whole number of at least 1|count); give a whole number such"):
             parse_count(text)
 
 

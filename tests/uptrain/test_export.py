@@ -11,6 +11,7 @@ import torch
 from real_runs import VOCAB, arguments, drive, evaluations, make_inputs, tensors
 from transformers import AutoModelForCausalLM
 
+from convert.output.model_card import TRAINING_DETAILS
 from model import load_model
 from uptrain.export import export
 from uptrain.export.export import make_record
@@ -235,8 +236,29 @@ def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, conv
     convert("verify", parent, out).refused(
         f"{out} was trained after its conversion (uptraining.json)", "give the converted model that the run began with"
     )
+    convert("verify", parent, run).refused(f"{run} is the folder of a run", "give the converted model that the run")
+    convert("verify", merged, parent).refused(
+        f"{parent} has no groupwise.json", f"but {merged} was; the order is convert verify SOURCE OUT."
+    )
     assert convert("to-hf", out, tmp_path / "copy").code == 0
     assert convert("verify", out, tmp_path / "copy").code == 0
+
+
+def test_conversions_of_a_trained_model(tmp_path, uptrain, convert):
+    """Their cards refer to no file that they lack, and what was trained again is not verified."""
+    _, run = trained(tmp_path)
+    source, copy, merged = (tmp_path / name for name in ("source", "copy", "merged"))
+    assert uptrain("export", run, source).code == 0
+    assert convert("to-hf", source, copy).code == 0
+    assert convert("mha-to-mqa", source, merged, "--method", "mean").code == 0
+    details, moved = (sentence.decode() for sentence in TRAINING_DETAILS)
+    assert details in (source / "README.md").read_text() and details in (copy / "README.md").read_text()
+    card = (merged / "README.md").read_text()
+    assert moved in card and details not in card
+    for out in (copy, merged):
+        assert convert("verify", source, out).code == 0
+        (out / "uptraining.json").write_text('{"step": 8}')  # as of a later training
+        convert("verify", source, out).refused(f"{out} was trained after its conversion (uptraining.json)")
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_key_value_heads", "vocab_size", "intermediate_size"])

@@ -209,7 +209,7 @@ def test_nothing_is_written(uptrain, source):
         (("--alpha", 0.1, "--tokens", "1B"), ("given: --alpha and --tokens",)),
         (("--alpha", 5), ("--alpha 5.0", "0.05 means 5 %")),
         (("--alpha", "x"), ("'--alpha'",)),
-        (("--tokens", "5x"), ("'--tokens'", "'5x' is not a count; write for example 2T, 50B")),
+        (("--tokens", "5x"), ("'--tokens'", "'5x' is not a count; give a whole number such as 4096, or 4K")),
         (("--steps", 0), ("'--steps'", "not a whole number of at least 1")),
         (("--steps", 5, "--lr", 0), ("--lr 0.0", "above 0")),
         (("--steps", 5, "--original", "gpt-5"), ("--original gpt-5: unknown; known are llama-1-7b",)),

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import Command, FiniteFloat, PathType, add_options
+from model.common.command_options import Command, CountType, FiniteFloat, PathType, add_options
 from model.common.errors import InputError
-from uptrain.budget.counts import parse_count
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
@@ -56,14 +55,7 @@ class TokenizerFolder(PathType):
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
     """Return an option whose value is a count such as 50B."""
-    return click.option(name, callback=_parse_count, metavar="N", help=help)
-
-
-def _parse_count(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_count(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), context, parameter) from error
+    return click.option(name, type=CountType(), metavar="N", help=help)
 
 
 def seq_len_option(command: Command) -> Command:

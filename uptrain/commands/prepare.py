@@ -91,8 +91,8 @@ def command(**options: Any) -> None:
 def _prepare_options(
     *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
 ) -> "PrepareOptions":
+    from model.common.counts import parse_count
     from model.common.machine import n_cores
-    from uptrain.budget.counts import parse_count
     from uptrain.data.prepare.prepare import PrepareOptions
 
     try:
