@@ -176,7 +176,7 @@ def test_damaged_files_are_named(tmp_path, uptrain, name, content, words):
 
 
 def test_folders_without_a_run(tmp_path, uptrain):
-    uptrain("status", tmp_path / "nowhere").refused("nowhere is not a run", "run.json", "uptrain run")
+    uptrain("status", tmp_path / "nowhere").refused("nowhere does not exist", "uptrain run")
     uptrain("status", tmp_path).refused("is not a run")
     uptrain("status").refused("RUN")
 

@@ -7,6 +7,7 @@ import click
 from model.common import console
 from model.common.command_options import PathType, json_option
 from uptrain.distributed.signals import interruptible
+from uptrain.runs.folder import Run
 
 FOLDER = PathType()
 
@@ -31,9 +32,12 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
-    from uptrain.export.export import export, find_checkpoint, refuse_existing, stored_size
+    from uptrain.runs.make_folder import refuse_existing
 
-    refuse_existing(out)
+    Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
+    refuse_existing(out, "choose another OUT")
+    from uptrain.export.export import export, find_checkpoint, stored_size
+
     checkpoint = find_checkpoint(run, step)
     progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
     with interruptible(), progress_bar as progress:  # a signal removes what is unfinished

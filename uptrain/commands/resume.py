@@ -7,6 +7,7 @@ import click
 from model.common.command_options import PathType
 from uptrain.commands.options import max_minutes_option
 from uptrain.distributed.signals import stop_request
+from uptrain.runs.folder import Run
 
 
 @click.command("resume")
@@ -26,6 +27,7 @@ def command(run: Path, micro_batch: int | None, activation_checkpointing: bool, 
     began. The number of processes may differ. Options that save memory change losses by rounding only.
     """
     stop_request.install()
+    Run.read(run)  # refused before torch is imported, which takes seconds
     from uptrain.runs.launch import launch_resumed
 
     launch_resumed(run, micro_batch, activation_checkpointing, max_minutes)

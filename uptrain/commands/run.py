@@ -194,6 +194,10 @@ def command(**options: Any) -> None:
     `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
+    given = RunOptions(pop_fields(BudgetOptions, options), **options)
+    from uptrain.runs.make_folder import refuse_existing
+
+    refuse_existing(given.out)  # before torch is imported, which takes seconds
     from uptrain.runs.launch import launch_new
 
-    launch_new(RunOptions(pop_fields(BudgetOptions, options), **options))
+    launch_new(given)

@@ -41,7 +41,8 @@ class Run:
         path = folder / RUN
         if not path.is_file():
             hint = "`uptrain run … --out RUN` makes the folder of a run"
-            raise InputError(f"{folder} is not a run: it has no {RUN}; {hint}.")
+            problem = f"is not a run: it has no {RUN}" if folder.exists() else "does not exist"
+            raise InputError(f"{folder} {problem}; {hint}.")
         try:
             run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
             run._check()

@@ -60,14 +60,12 @@ def make_folder(
             raise
 
 
-def refuse_existing(out: Path) -> None:
+def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        hint = (
-            f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
-        )
+        hint = f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else advice
         raise InputError(f"{out} exists already; {hint}.")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder} cannot be written to; choose another --out.")
+        raise InputError(f"{folder} cannot be written to; {advice}.")
