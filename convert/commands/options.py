@@ -11,6 +11,15 @@ from model.common.checks import LARGEST_COUNT
 from model.common.command_options import Command, SizeType, add_options, device_option, json_option
 
 WORKERS = 4
+
+
+class GroupsType(click.types.IntParamType):
+    """The type of a number of groups."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        return "`convert inspect SOURCE` lists the possible numbers."
+
+
 _calibration_tokens_option = click.option(
     "--calibration-tokens", type=click.IntRange(min=1), metavar="N",
     help=f"Tokens of the text to use, at least four windows.  [default: {DEFAULT_TOKENS}]",

@@ -80,6 +80,15 @@ def test_the_earlier_name_of_an_option(uptrain, settings):
     assert "--save-every N" in shown and "--save-every-steps" not in shown
 
 
+def test_options_that_are_missing_or_unknown(uptrain):
+    uptrain("run", "model", "--steps", 5).refused("Missing option '--data'. `", "run --help` shows all options.")
+    uptrain("resume", "run", "--max-minute", 5).refused("No such option '--max-minute'. Did you mean '--max-minutes'?")
+    other = uptrain("status", "run", "--lr", 1e-5)
+    other.refused("No such option '--lr'.")
+    assert "Did you mean" not in other.err
+    uptrain("resume", "run", "--lr", 1e-5).refused("--lr cannot change", "`uptrain extend` trains it for longer")
+
+
 def test_the_help_shows_no_range_without_bounds(uptrain):
     shown = uptrain("run", "--help").out
     assert "[x>=0]" in shown and "None" not in shown
