@@ -162,6 +162,16 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     assert four["time"]["kv"]["flops"] == (6 * one["n_params"] + 2 * trained) * four["tokens"]
 
 
+@pytest.mark.parametrize(("processes", "windows"), [(1, 4), (2, 2), (4, 1)])
+def test_a_micro_batch_is_not_larger_than_a_step(uptrain, source, processes, windows):
+    size = ("--global-batch-tokens", 2048, "--seq-len", 512, "--lr", 1e-3, "--processes", processes, "--memory", "1GB")
+    memory = plan(uptrain, source, "--steps", 20, *size)["memory"]
+    assert memory["micro_batch_tokens"] == 512 * windows
+    fitting = {n: fit["micro_batch_tokens"] for n, fit in memory["fitting"].items()}
+    assert fitting == {"1": 2048, "2": 1024, "4": 512}
+    assert "--micro-batch 4 " in memory["fitting"]["1"]["command"]
+
+
 def test_memory_of_the_parts_side_by_side(uptrain, source):
     result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]

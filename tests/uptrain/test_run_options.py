@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
+from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
 from uptrain.runs import launch
 from uptrain.runs import run as runs
+from uptrain.runs.resolve_settings import resolve_settings
+from uptrain.runs.settings import RunOptions
 from uptrain.training.metrics_log import Metrics
 
 
@@ -44,7 +47,16 @@ def test_defaults(settings):
     assert (stored["loss"], stored["optimizer"], stored["trainable"]) == ("next-token", "adamw", "all")
     assert (stored["weight_decay"], stored["seed"], stored["spike_sigma"]) == (0.0, 0, None)
     assert (stored["schedule"], stored["decay_fraction"], stored["warmup_steps"]) == ("wsd", 0.2, 12)
-    assert stored["micro_batch"] == 8192 // 32
+    assert stored["micro_batch"] == stored["global_batch"] == 256 // 32
+
+
+def test_the_default_micro_batch_is_a_processs_part_of_a_step(uptrain, inputs, tmp_path, monkeypatch):
+    """Of two processes here, of which only one is started."""
+    budget = BudgetOptions(steps=2, global_batch_tokens=256, lr=1e-3)
+    fixed = {"schedule": "wsd", "optimizer": "adamw", "weight_decay": 0.0, "seed": 0, "keep_last": 2, "init": None}
+    options = RunOptions(budget, inputs["model"], data=(str(inputs["data"]),), out=tmp_path / "run", **fixed)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve_settings(options, inputs["model"], 32)[0].micro_batch == 4
 
 
 def test_a_converted_model_trains_its_attention(settings, inputs, convert, tmp_path):

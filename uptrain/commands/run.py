@@ -144,8 +144,8 @@ def _check_no_nul(text: str) -> str:
     "--micro-batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, or fewer that fit the "
-    "device]",
+    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a "
+    "step, or fewer that fit the device]",
 )
 @click.option(
     "--seed",
