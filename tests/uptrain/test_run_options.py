@@ -14,6 +14,7 @@ from tiny_tokenizers import make_tokenizer
 
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
+from uptrain.budget.counts import format_count
 from uptrain.runs import launch
 from uptrain.runs import run as runs
 from uptrain.runs.resolve_settings import resolve_settings
@@ -216,15 +217,31 @@ def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, mo
 def test_resume_compares_only_the_tensors_that_it_reads_again(uptrain, inputs, tmp_path):
     model, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(inputs["model"], model)
-    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 2)
+    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 3)
     assert uptrain("run", model, *fixed, "--out", out, "--max-minutes", 0).code == 0
     tensors = tiny.tensors(model)
     trained = next(name for name in tensors if tiny.is_kv(name))
     save_file({**tensors, trained: tensors[trained] + 1}, model / "model.safetensors", {"format": "pt"})
-    assert uptrain("resume", out).code == 0
+    assert uptrain("resume", out, "--max-minutes", 0).code == 0
     frozen = next(name for name in tensors if not tiny.is_kv(name))
     save_file({**tensors, frozen: tensors[frozen] + 1}, model / "model.safetensors", {"format": "pt"})
     uptrain("resume", out).refused(f"{model} holds other tensors than when the run began")
+
+
+def test_a_run_says_first_what_it_does(uptrain, inputs, tmp_path):
+    out, options = tmp_path / "run", ("--trainable", "kv", "--eval-data", inputs["held_out"], "--eval-every", 3)
+    result = uptrain(*real_runs.arguments(inputs, out, *options, "--max-minutes", 0, loss="distill"))
+    tensors = tiny.tensors(inputs["model"])
+    trained, total = (
+        format_count(sum(t.numel() for name, t in tensors.items() if tiny.is_kv(name) or every))
+        for every in (False, True)
+    )
+    assert result.err.splitlines()[0] == (
+        f"Training kv, {trained} of {total} parameters: 12 steps of 256 tokens, peak learning rate 0.001, loss: KL "
+        "divergence from the teacher, held-out loss every 3 steps."
+    )
+    assert "; Ctrl-C saves and stops" in result.err
+    assert "Training kv" not in uptrain("resume", out, "--max-minutes", 0).err
 
 
 def test_windows_beyond_the_context_are_warned_of(uptrain, tmp_path):

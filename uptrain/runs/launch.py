@@ -38,8 +38,9 @@ from uptrain.runs.folder import RUN, Run
 from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
-from uptrain.runs.run import resume, start
+from uptrain.runs.run import FINISHED_BEFORE, resume, start
 from uptrain.runs.settings import RunOptions, Settings
+from uptrain.training.learning_rate import EXTENDABLE
 from uptrain.training.optimizer import check_compiler, check_optimizer
 
 
@@ -130,8 +131,13 @@ def _end(out: Path, status: str) -> None:
     """Leave the process group of a run that has ended, and print its status."""
     destroy_process_group()
     if PartialState().is_main_process:
-        if status == "finished":
-            echo(f"Finished {out}. Export it with: uptrain export {shlex.quote(str(out))} FOLDER")
+        export = f"Export it with: uptrain export {shlex.quote(str(out))} FOLDER"
+        if status == FINISHED_BEFORE:
+            longer = f"Train it for longer with: uptrain extend {shlex.quote(str(out))} --out RUN2 --steps N\n"
+            is_extendable = Run.read(out).settings.schedule in EXTENDABLE
+            echo(f"{out} is finished already, and has not changed. {longer if is_extendable else ''}{export}")
+        elif status == "finished":
+            echo(f"Finished {out}. {export}")
         else:
             n = PartialState().num_processes
             launcher = f" (in {n} processes, by the launcher that started them)" if n > 1 else ""
