@@ -195,6 +195,51 @@ def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_lies_outside_of_its_models(uptrain, inputs, tmp_path):
+    for name in ("model", "parent"):
+        out = inputs[name] / "runs/first"
+        uptrain(*real_runs.arguments(inputs, out, loss="distill")).refused(f"{out} lies in {inputs[name]}, which the")
+        assert not out.parent.exists()
+    run = tmp_path / "run"
+    assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
+    out = inputs["model"] / "longer"
+    uptrain("extend", run, "--out", out, "--steps", 9).refused(f"{out} lies in {inputs['model']}")
+
+
+def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
+    """It has fewer heads than the parent of MODEL, by groupwise.json. One of another size may have any number."""
+    merged, other, smaller = (tmp_path / name for name in ("merged", "other", "smaller"))
+    for out, groups in ((merged, 2), (other, 1)):
+        assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", groups).code == 0
+    tiny.save(tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=1, num_hidden_layers=1), smaller)
+    fixed = ("plan", merged, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
+    warning = f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was merged"
+    for teacher, warns in ((other, True), (inputs["parent"], False), (smaller, False)):
+        given = {**inputs, "model": merged, "parent": teacher}
+        run = uptrain(*real_runs.arguments(given, tmp_path / "run", "--max-minutes", 0, loss="distill"))
+        shutil.rmtree(tmp_path / "run")
+        for result in (run, uptrain(*fixed, "--teacher", teacher)):
+            assert result.code == 0, result
+            assert (warning in result.err) == warns
+    taught = uptrain("teach", merged, "--data", inputs["data"], "--out", tmp_path / "logits", "--top-k", 4)
+    assert f"Warning: {merged} is a converted model" in taught.err
+    again = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", tmp_path / "more", "--top-k", 4)
+    assert (again.code, again.err) == (0, "")
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--global-batch-tokens", 256, "--steps", 12)
+    fixed += ("--eval-data", inputs["held_out"]) if held_out else ()
+    warning = f"Warning: the {'held-out' if held_out else 'training'} loss rose from "
+    for lr, warns in ((30, True), (1e-3, False)):
+        run, out = tmp_path / f"run-{lr}", tmp_path / f"out-{lr}"
+        for result in (uptrain(*fixed, "--lr", lr, "--out", run), uptrain("export", run, out)):
+            assert result.code == 0, result
+            assert (warning in result.err) == warns, result.err
+            assert (f"start a new run with a lower --lr (it was {lr:g})" in result.err) == warns
+
+
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
     write_state = runs._write_state

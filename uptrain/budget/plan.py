@@ -20,7 +20,7 @@ from uptrain.budget.budget import (
     rate_problem,
     repetition_warning,
 )
-from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
+from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.budget.memory_fit import first_that_fits
@@ -88,6 +88,7 @@ def make_plan(
         data_use and repetition_warning(data_use["epochs"]),
         rate_problem(options, optimizer),
         few_steps_warning(options, budget),
+        teacher and teacher_warning(model, teacher),
     ]
     return {
         "model": str(model),

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
-from model.common.files import copy_file, sync_tree, write_file
+from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
@@ -58,6 +58,13 @@ def make_folder(
         except BaseException:
             staging.discard()
             raise
+
+
+def refuse_inside(out: Path, *folders: Path | None) -> None:
+    """Raise InputError if `out` lies in one of the folders of models, which a run must not change."""
+    for folder in folders:
+        if folder and lies_in(out, folder):
+            raise InputError(f"{out} lies in {folder}, which the run reads; choose another --out.")
 
 
 def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
