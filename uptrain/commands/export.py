@@ -52,8 +52,8 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     if as_json:
         console.print_json(record)
     else:
-        step = f"{record['step']:,}{_unfinished(settings, record['step'])}"
-        console.echo(f"Wrote {out}: the model after step {step}, in {dtype}.")
+        after = f"{record['step']:,}{_unfinished(settings, record['step'])}"
+        console.echo(f"Wrote {out}: the model after step {after}, in {dtype}.")
         teacher = f" --teacher {shlex.quote(settings.teacher)}" if settings.teacher else ""
         console.echo(f"Next: uptrain evaluate {shlex.quote(str(out))} --data HELD-OUT{teacher}")
 
