@@ -92,6 +92,7 @@ def make_plan(
     ]
     return {
         "model": str(model),
+        "trainable": trainable,
         "n_params": n_params,
         "n_kv_heads": estimator.sizes.n_kv_heads,
         "alpha": budget.alpha,
