@@ -26,6 +26,7 @@ from model.common.staging import Staging, check_out
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
+from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.prepare.journal import machine_shards, open_staging, staging_out
@@ -74,6 +75,11 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     if world_size() > 1:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
     cache = TokenCache.open(options.data)
+    if merge_method(options.model) is not None:
+        console.warn(
+            f"{options.model} is a converted model (groupwise.json); the parent that it was converted from is usually "
+            "the better teacher."
+        )
     wanted = _describe(options, cache)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, wanted), was_complete=True)

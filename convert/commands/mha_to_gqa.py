@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from convert.commands.options import OutputOptions, merge_options, output_options
+from convert.commands.options import GroupsType, OutputOptions, merge_options, output_options
 from model.common.command_options import PathType, pop_fields
 
 
@@ -13,7 +13,7 @@ from model.common.command_options import PathType, pop_fields
 @click.argument("source", type=PathType())
 @click.argument("out", type=PathType())
 @click.option(
-    "--groups", type=int, required=True, metavar="G",
+    "--groups", type=GroupsType(), required=True, metavar="G",
     help="K/V heads in OUT: 8 makes GQA-8. Not the number of heads in a group.",
 )  # fmt: skip
 @merge_options

@@ -19,6 +19,15 @@ from model.common.command_options import (
 )
 
 WORKERS = 4
+
+
+class GroupsType(click.types.IntParamType):
+    """The type of a number of groups."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        return "`convert inspect SOURCE` lists the possible numbers."
+
+
 _calibration_tokens_option = click.option(
     "--calibration-tokens", type=CountType(), metavar="N",
     help=f"Tokens of the text to use, at least four windows.  [default: {DEFAULT_TOKENS}]",

@@ -5,14 +5,14 @@ from typing import Any
 
 import click
 
-from convert.commands.options import OutputOptions, output_options
+from convert.commands.options import GroupsType, OutputOptions, output_options
 from model.common.command_options import PathType, RenamedOption, pop_fields
 
 
 @click.command("repeat-kv")
 @click.argument("source", type=PathType())
 @click.argument("out", type=PathType())
-@click.option("--groups", "--kv-heads", cls=RenamedOption, type=int, required=True, metavar="G",
+@click.option("--groups", "--kv-heads", cls=RenamedOption, type=GroupsType(), required=True, metavar="G",
               help="K/V heads in OUT; each of SOURCE's is repeated.")  # fmt: skip
 @output_options
 def command(source: Path, out: Path, groups: int, **options: Any) -> None:

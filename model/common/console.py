@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from io import TextIOWrapper
 from typing import Any, TextIO
 
@@ -86,7 +87,7 @@ def _open_closed_streams() -> None:
 def _explain(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code of an error that is no bug; raise any other."""
     if isinstance(error, click.ClickException):
-        return error.format_message(), BAD_INPUT
+        return _usage(error), BAD_INPUT
     if isinstance(error, InputError):
         return str(error), BAD_INPUT
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
@@ -99,6 +100,16 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error
+
+
+def _usage(error: click.ClickException) -> str:
+    """Return click's message. It suggests only options that are spelled alike, and tells where all options are."""
+    if isinstance(error, click.NoSuchOption):
+        names = [name.lstrip("-") for name in error.possibilities or ()]  # with dashes, --lr is like --help
+        return error.format_message() if get_close_matches(error.option_name.lstrip("-"), names) else error.message
+    if isinstance(error, click.MissingParameter) and error.ctx:
+        return f"{error.format_message()} `{error.ctx.command_path} --help` shows all options."
+    return error.format_message()
 
 
 @contextmanager

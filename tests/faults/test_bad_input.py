@@ -29,7 +29,10 @@ def test_groups_that_do_not_divide(refuse, groups):
 
 def test_groups_that_are_no_number(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", "many").refused("--groups", "many")
-    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out").refused("Missing option '--groups'")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out").refused(
+        "Missing option '--groups'. `convert inspect SOURCE` lists the possible numbers.",
+        "mha-to-gqa --help` shows all options.",
+    )
 
 
 def test_unknown_method(convert, source, tmp_path):

@@ -214,8 +214,9 @@ def test_a_model_that_lacks_a_tensor(inputs, tmp_path, sharded):
 
 def test_resuming_what_is_no_run(inputs, tmp_path):
     out = tmp_path / "run"
-    assert error_of(run("resume", out, folder=tmp_path), 2).startswith(f"{out} is not a run: it has no run.json;")
+    assert error_of(run("resume", out, folder=tmp_path), 2).startswith(f"{out} does not exist; `uptrain run …")
     out.mkdir()
+    assert error_of(run("resume", out, folder=tmp_path), 2).startswith(f"{out} is not a run: it has no run.json;")
     (out / "run.json").write_text(json.dumps({"settings": {}}))
     assert error_of(run("resume", out, folder=tmp_path), 2).startswith(f"{out}/run.json is damaged, or of another")
 

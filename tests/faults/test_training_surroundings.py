@@ -300,7 +300,7 @@ def test_ranks_that_no_launcher_has_set(uptrain, inputs, tmp_path, monkeypatch, 
     """A cluster may set them in each process; errors are printed all the same."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    uptrain("status", tmp_path / "none").refused("none is not a run")
+    uptrain("status", tmp_path / "none").refused("none does not exist")
     if "WORLD_SIZE" in variables:
         uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused("WORLD_SIZE=2 is set, but not LOCAL_RANK")
 

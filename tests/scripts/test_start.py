@@ -90,3 +90,25 @@ def test_help_needs_neither_torch_nor_transformers(program):
         "sys.exit(bool({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["resume", "nothing"], "nothing does not exist"),
+        (["extend", "nothing", "--out", "longer", "--steps", "5"], "nothing does not exist"),
+        (["export", "nothing", "out"], "nothing does not exist"),
+        (["run", ".", "--data", "cache", "--out", "new"], "give exactly one of --alpha, --tokens and --steps"),
+        (["run", ".", "--data", "cache", "--out", ".", "--steps", "5"], ". exists already"),
+    ],
+    ids=" ".join,
+)
+def test_refusals_of_a_run_import_no_torch(tmp_path, words, error):
+    """It takes seconds."""
+    code = (
+        f"import os, sys; os.chdir({str(tmp_path)!r}); sys.argv = {['uptrain', *words]!r}\nfrom uptrain.cli import cli"
+    )
+    code += "\ntry: cli.main(standalone_mode=False)\nexcept ValueError as e: print(str(e).replace(' ', '_'))\n"
+    modules = imported_by(code)
+    assert any(word.startswith(error.replace(" ", "_")) for word in modules), modules
+    assert not modules & {"torch", "transformers", "accelerate"}

@@ -73,7 +73,7 @@ def only_error(results: Sequence[Result]) -> str:
         line
         for r in results
         for line in r.err.splitlines()
-        if not line.startswith(("READY", "step", "Skipped", "Warning"))
+        if not line.startswith(("READY", "step", "Skipped", "Training", "Warning"))
     ]
     assert len(lines) == 1, results
     assert lines[0].startswith("Error: "), lines

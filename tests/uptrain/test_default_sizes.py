@@ -34,3 +34,7 @@ def test_an_impossible_context_is_refused(context):
 
 def test_a_micro_batch_has_8192_tokens_and_at_least_one_window():
     assert [default_micro_batch(n) for n in (512, 4096, 8192, 10_000)] == [16, 2, 1, 1]
+
+
+def test_a_micro_batch_is_not_larger_than_a_step():
+    assert [default_micro_batch(512, n) for n in (0, 1, 4, 16, 99)] == [1, 1, 4, 16, 16]

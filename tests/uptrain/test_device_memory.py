@@ -104,8 +104,8 @@ def test_what_the_merge_changed_is_not_shared():
 def test_a_7b_fits_where_it_should():
     """With its teacher on one device, windows of 2,048 tokens: attention into 60 GB, keys and values into 24 GB."""
     subject = models(changed=QKVO)
-    assert first_that_fits(subject, ["attention"], 60e9).options == "--trainable attention"
-    assert first_that_fits(subject, ["kv"], 24e9) == MemoryOptions("kv", 2, activation_checkpointing=True)
+    assert first_that_fits(subject, ["attention"], 60e9, 4).options == "--trainable attention"
+    assert first_that_fits(subject, ["kv"], 24e9, 4) == MemoryOptions("kv", 2, activation_checkpointing=True)
     assert subject.memory(MemoryOptions("attention", 1)).of(1) <= 60e9
     assert subject.memory(MemoryOptions("kv", 1, activation_checkpointing=True)).of(1) <= 24e9
 
@@ -140,20 +140,21 @@ def test_chunks_of_logits_are_those_of_the_loss():
 def test_the_first_way_that_fits():
     """The largest micro-batch before recomputing, and recomputing before a smaller part."""
     subject = models()
-    assert list(micro_batch_sizes(2048)) == [4, 2, 1]
+    assert list(micro_batch_sizes(2048, 100)) == [4, 2, 1]
+    assert list(micro_batch_sizes(2048, 3)) == [3, 1], "no more than a device has in a step"
 
     def bytes_of(*way, devices=1):
         return subject.memory(MemoryOptions(*way)).of(devices)
 
     parts = ("all", "attention", "kv")
     for way in (("all", 4), ("all", 2), ("all", 1), ("all", 4, True), ("attention", 4), ("kv", 1, True)):
-        first = first_that_fits(subject, parts, bytes_of(*way))
+        first = first_that_fits(subject, parts, bytes_of(*way), 4)
         assert subject.memory(first).of(1) <= bytes_of(*way)
-    assert first_that_fits(subject, parts, bytes_of("all", 2)) == MemoryOptions("all", 2)
-    assert first_that_fits(subject, parts, bytes_of("all", 2) - 1) == MemoryOptions("all", 1)
-    assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1).activation_checkpointing
-    assert first_that_fits(subject, parts, bytes_of("kv", 1, True) - 1) is None
-    assert first_that_fits(subject, parts, bytes_of("attention", 1, devices=8), 8) is not None
+    assert first_that_fits(subject, parts, bytes_of("all", 2), 4) == MemoryOptions("all", 2)
+    assert first_that_fits(subject, parts, bytes_of("all", 2) - 1, 4) == MemoryOptions("all", 1)
+    assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1, 4).activation_checkpointing
+    assert first_that_fits(subject, parts, bytes_of("kv", 1, True) - 1, 4) is None
+    assert first_that_fits(subject, parts, bytes_of("attention", 1, devices=8), 4, 8) is not None
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
     ):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(kind, match=words):
-            device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), model, teacher)
+            device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), 4, model, teacher)
 
 
 @pytest.mark.parametrize("windows", [1, 3, 32, 256])
@@ -245,7 +246,8 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     size = subject.memory(MemoryOptions("all", windows)).of(1)
     monkeypatch.setattr(device_memory, "usable_memory", lambda: size)
     out = tmp_path / "run"
-    fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2, "--global-batch-tokens", 256)
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
+    fixed += ("--global-batch-tokens", 8192)
     assert uptrain(*fixed, "--out", out, "--max-minutes", 0).code == 0
     chosen = json.loads((out / "run.json").read_text())["settings"]["micro_batch"]
     assert chosen <= windows < 2 * chosen
@@ -271,7 +273,7 @@ def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypa
     out = tmp_path / "run"
     fixed = ("run", "--init", inputs["parent"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
     assert uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).code == 0
-    assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256
+    assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256 // 32
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1"])

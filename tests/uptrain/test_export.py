@@ -93,7 +93,9 @@ def test_exported_files_and_record(tmp_path, uptrain):
 
 
 def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled):
-    assert uptrain("export", distilled, tmp_path / "out").code == 0
+    result = uptrain("export", distilled, tmp_path / "out")
+    assert result.code == 0
+    assert f"--data HELD-OUT --teacher {distilled.with_name('parent')}\n" in result.out
     card = (tmp_path / "out/README.md").read_text()
     first, *_, (step, last) = evaluations(distilled)
     recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
@@ -171,11 +173,16 @@ def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
 
 def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptrain):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
-    options = ("--alpha", 0.5, "--original-tokens", 256 * 24, "--save-every-steps", 3, "--keep-last", 9)
+    options = ("--alpha", 0.5, "--original-tokens", 256 * 24, "--save-every-steps", 1, "--keep-last", 99)
     drive([{"arguments": [*arguments(inputs, run)[:6], *map(str, options), *arguments(inputs, run)[8:]]}])
-    for step, alpha in ((3, "0.125"), (12, "0.5")):
+    undecayed = " of 12 (not finished: its learning rate has not decayed)"
+    for step, alpha, where in ((3, "0.125", undecayed), (11, "0.4583", " of 12 (not finished)"), (12, "0.5", "")):
         out = tmp_path / f"out-{step}"
-        assert uptrain("export", run, out, "--step", step).code == 0
+        result = uptrain("export", run, out, "--step", step)
+        assert result.code == 0
+        wrote, following = result.out.splitlines()
+        assert wrote == f"Wrote {out}: the model after step {step}{where}, in bfloat16."
+        assert following == f"Next: uptrain evaluate {out} --data HELD-OUT"
         assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()
 
 

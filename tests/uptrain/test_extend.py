@@ -77,7 +77,7 @@ def test_other_inputs_than_those_of_the_run(uptrain, inputs, tmp_path, name, oth
 
 def test_a_longer_run_inside_the_run(uptrain, tmp_path):
     run = fake_runs.write_run(tmp_path / "run")
-    uptrain("extend", run, "--out", run / "longer", "--steps", 60).refused("longer lies in the run", "another --out")
+    uptrain("extend", run, "--out", run / "longer", "--steps", 60).refused(f"lies in {run}, ", "another --out")
     uptrain("extend", run, "--out", run, "--steps", 60).refused("exists already", "uptrain resume")
 
 

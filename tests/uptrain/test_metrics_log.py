@@ -6,7 +6,7 @@ import fake_runs
 import pytest
 
 from model.common.errors import InputError
-from uptrain.training.metrics_log import Metrics, read_metrics, write_metrics
+from uptrain.training.metrics_log import Metrics, read_metrics, rise_warning, write_metrics
 
 
 def records(n_steps):
@@ -70,3 +70,32 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     path.touch()
     Metrics(path).write({"step": 1, "loss": float("nan"), "evaluation": {"kl": float("inf")}})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None, "evaluation": {"kl": None}}
+
+
+def losses(*values):
+    return [{"step": n, "loss": value} for n, value in enumerate(values, 1)]
+
+
+def held_out(*values):
+    return [{"step": n, "evaluation": {"targets": 9, "loss": value}} for n, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (held_out(3.0, 4.0, 2.9), None),
+        (held_out(3.0, 2.0, 3.1), "held-out loss rose from 3.0000 to 3.1000"),
+        (held_out(3.0, None), "to a number that is not finite"),
+        (held_out(None, None), None),
+        (held_out(3.0) + losses(*[3.0] * 4, *[9.0] * 4), None),
+        (losses(3.0, 9.0), None),
+        (losses(3.0, 3.4, 3.2, 3.1, 3.6, 3.0, 3.2, 3.1), None),
+        (losses(3.0, 3.4, 3.2, None, 3.1, 3.6, 3.0, 5.2, 4.1), "training loss rose from 3.4000 to 3.9750"),
+        (losses(*[3.0] * 10, *[9.0] * 80, *[3.0] * 10), None),
+        ([], None),
+    ],
+)
+def test_a_loss_that_rose(records, words):
+    warning = rise_warning(records, 1e-3)
+    assert (warning is None) == (words is None)
+    assert (words or "") in (warning or "")

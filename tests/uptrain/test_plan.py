@@ -162,6 +162,16 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     assert four["time"]["kv"]["flops"] == (6 * one["n_params"] + 2 * trained) * four["tokens"]
 
 
+@pytest.mark.parametrize(("processes", "windows"), [(1, 4), (2, 2), (4, 1)])
+def test_a_micro_batch_is_not_larger_than_a_step(uptrain, source, processes, windows):
+    size = ("--global-batch-tokens", 2048, "--seq-len", 512, "--lr", 1e-3, "--processes", processes, "--memory", "1GB")
+    memory = plan(uptrain, source, "--steps", 20, *size)["memory"]
+    assert memory["micro_batch_tokens"] == 512 * windows
+    fitting = {n: fit["micro_batch_tokens"] for n, fit in memory["fitting"].items()}
+    assert fitting == {"1": 2048, "2": 1024, "4": 512}
+    assert "--micro-batch 4 " in memory["fitting"]["1"]["command"]
+
+
 def test_memory_of_the_parts_side_by_side(uptrain, source):
     result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]
@@ -177,7 +187,7 @@ def test_memory_of_the_parts_side_by_side(uptrain, source):
         ]
     assert memory["all"]["replicated_bytes_per_process"] > memory["attention"]["replicated_bytes_per_process"]
     assert memory["attention"]["replicated_bytes_per_process"] > memory["kv"]["replicated_bytes_per_process"]
-    table = result.out[result.out.index("Memory of a device") :]
+    table = result.out[result.out.index("Memory of a device") : result.out.index("Next: ")]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
 
 
@@ -194,6 +204,25 @@ def test_text(uptrain, source):
     words = ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100", "4 x parameters")
     for word in (*words, "8 bytes x trained parameters"):
         assert word in " ".join(result.out.split()), word
+
+
+def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source):
+    (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": "fit"}))
+    given = ("plan", source, "--steps", 20, *SIZE, "--teacher", source)
+    lines = [" ".join(line.split()) for line in uptrain(*given, "--memory", "1GB").out.splitlines()]
+    memory = plan(uptrain, *given[1:])["memory"]["attention"]
+    assert lines[1] == (
+        f"in short training attention takes {size(memory['replicated_bytes_per_process'])} on one device, and < 1 s on "
+        "1 H100"
+    )
+    assert lines.count("all attention* kv lora") == 2
+    assert [line for line in lines if "1.000e-03" in line] == ["1.000e-03 at step 4 to 16"]
+    options = f"--global-batch-tokens 64000 --lr 0.001 --seq-len 1000 --teacher {source}"
+    assert lines[-1] == f"Next: uptrain run {source} --steps 20 {options} --data CACHE --out RUN"
+    many = uptrain(*given, "--processes", 2).out
+    size_of_each = size(memory["sharded_bytes_per_process"]["2"])
+    assert f"training attention takes {size_of_each} on each of 2 devices" in many
+    assert many.splitlines()[-1].startswith(f"Next: GPUS=2 scripts/uptrain_multi_gpu.sh run {source} --steps 20")
 
 
 def test_nothing_is_written(uptrain, source):

@@ -170,7 +170,7 @@ def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
 
 def test_invalid_reports_are_refused(tmp_path, uptrain):
     run, empty = write_run(tmp_path / "run", STEPS), write_run(tmp_path / "empty", [event(0, "started")])
-    uptrain("report", tmp_path / "nowhere").refused("nowhere is not a run", "uptrain run")
+    uptrain("report", tmp_path / "nowhere").refused("nowhere does not exist", "uptrain run")
     uptrain("report", empty).refused("empty has no metrics yet")
     uptrain("report", run, empty, "--out", tmp_path / "page.html").refused("empty has no metrics yet")
     uptrain("report", run, run).refused("--out")

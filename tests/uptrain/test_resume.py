@@ -85,6 +85,38 @@ def test_resumed_with_less_memory(inputs, tmp_path, uptrain):
         assert loss == pytest.approx(expected, rel=1e-5), step
 
 
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_a_finished_run_does_not_change(inputs, tmp_path, uptrain, monkeypatch, schedule):
+    """Neither are models built for it; with a damaged checkpoint or state, it trains on."""
+    run = tmp_path / "run"
+    more = ("--eval-data", inputs["held_out"], "--save-every", 3, "--schedule", schedule)
+    assert uptrain(*arguments(inputs, run, *more, steps=4)).code == 0
+    before = tiny.snapshot(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("uptrain.runs.run.build", None)
+        patch.setattr("uptrain.runs.run.build_initial", None)
+        result = uptrain("resume", run, "--micro-batch", 1)
+    assert (result.code, result.err) == (0, "")
+    assert f"{run} is finished already, and has not changed." in result.out
+    assert f"uptrain export {run} FOLDER" in result.out
+    assert (f"uptrain extend {run} --out RUN2 --steps N" in result.out) == (schedule == "wsd")
+    assert tiny.snapshot(run) == before
+    (run / "run_state.json").write_text("{")
+    assert "Finished" in uptrain("resume", run).out
+    (run / "checkpoints/step-00000004/state.json").write_text("{}")
+    assert "Finished" in uptrain("resume", run).out
+    assert [step for (step,) in steps(run)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_finished_run_of_two_processes(inputs, tmp_path):
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run, steps=4)}], 2, True)
+    before = tiny.snapshot(run)
+    drive([{"arguments": ["resume", str(run)]}], 2, True)
+    assert tiny.snapshot(run) == before
+
+
 def test_extended_run_is_the_longer_run_up_to_the_decay(inputs, tmp_path):
     """12 steps extended to 20: the same as 20 from the beginning, all the way, since the branch is before any decay."""
     short, longer, straight = tmp_path / "short", tmp_path / "longer", tmp_path / "straight"

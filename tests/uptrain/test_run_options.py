@@ -12,9 +12,13 @@ import torch
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
+from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
+from uptrain.budget.counts import format_count
 from uptrain.runs import launch
 from uptrain.runs import run as runs
+from uptrain.runs.resolve_settings import resolve_settings
+from uptrain.runs.settings import RunOptions
 from uptrain.training.metrics_log import Metrics
 
 
@@ -44,7 +48,16 @@ def test_defaults(settings):
     assert (stored["loss"], stored["optimizer"], stored["trainable"]) == ("next-token", "adamw", "all")
     assert (stored["weight_decay"], stored["seed"], stored["spike_sigma"]) == (0.0, 0, None)
     assert (stored["schedule"], stored["decay_fraction"], stored["warmup_steps"]) == ("wsd", 0.2, 12)
-    assert stored["micro_batch"] == 8192 // 32
+    assert stored["micro_batch"] == stored["global_batch"] == 256 // 32
+
+
+def test_the_default_micro_batch_is_a_processs_part_of_a_step(uptrain, inputs, tmp_path, monkeypatch):
+    """Of two processes here, of which only one is started."""
+    budget = BudgetOptions(steps=2, global_batch_tokens=256, lr=1e-3)
+    fixed = {"schedule": "wsd", "optimizer": "adamw", "weight_decay": 0.0, "seed": 0, "keep_last": 2, "init": None}
+    options = RunOptions(budget, inputs["model"], data=(str(inputs["data"]),), out=tmp_path / "run", **fixed)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve_settings(options, inputs["model"], 32)[0].micro_batch == 4
 
 
 def test_a_converted_model_trains_its_attention(settings, inputs, convert, tmp_path):
@@ -78,6 +91,15 @@ def test_the_earlier_name_of_an_option(uptrain, settings):
     assert settings("--steps", 50, "--save-every-steps", 3)["save_every"] == 3
     shown = uptrain("run", "--help").out
     assert "--save-every N" in shown and "--save-every-steps" not in shown
+
+
+def test_options_that_are_missing_or_unknown(uptrain):
+    uptrain("run", "model", "--steps", 5).refused("Missing option '--data'. `", "run --help` shows all options.")
+    uptrain("resume", "run", "--max-minute", 5).refused("No such option '--max-minute'. Did you mean '--max-minutes'?")
+    other = uptrain("status", "run", "--lr", 1e-5)
+    other.refused("No such option '--lr'.")
+    assert "Did you mean" not in other.err
+    uptrain("resume", "run", "--lr", 1e-5).refused("--lr cannot change", "`uptrain extend` trains it for longer")
 
 
 def test_the_help_shows_no_range_without_bounds(uptrain):
@@ -173,6 +195,51 @@ def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_lies_outside_of_its_models(uptrain, inputs, tmp_path):
+    for name in ("model", "parent"):
+        out = inputs[name] / "runs/first"
+        uptrain(*real_runs.arguments(inputs, out, loss="distill")).refused(f"{out} lies in {inputs[name]}, which the")
+        assert not out.parent.exists()
+    run = tmp_path / "run"
+    assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
+    out = inputs["model"] / "longer"
+    uptrain("extend", run, "--out", out, "--steps", 9).refused(f"{out} lies in {inputs['model']}")
+
+
+def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
+    """It has fewer heads than the parent of MODEL, by groupwise.json. One of another size may have any number."""
+    merged, other, smaller = (tmp_path / name for name in ("merged", "other", "smaller"))
+    for out, groups in ((merged, 2), (other, 1)):
+        assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", groups).code == 0
+    tiny.save(tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=1, num_hidden_layers=1), smaller)
+    fixed = ("plan", merged, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
+    warning = f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was merged"
+    for teacher, warns in ((other, True), (inputs["parent"], False), (smaller, False)):
+        given = {**inputs, "model": merged, "parent": teacher}
+        run = uptrain(*real_runs.arguments(given, tmp_path / "run", "--max-minutes", 0, loss="distill"))
+        shutil.rmtree(tmp_path / "run")
+        for result in (run, uptrain(*fixed, "--teacher", teacher)):
+            assert result.code == 0, result
+            assert (warning in result.err) == warns
+    taught = uptrain("teach", merged, "--data", inputs["data"], "--out", tmp_path / "logits", "--top-k", 4)
+    assert f"Warning: {merged} is a converted model" in taught.err
+    again = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", tmp_path / "more", "--top-k", 4)
+    assert (again.code, again.err) == (0, "")
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--global-batch-tokens", 256, "--steps", 12)
+    fixed += ("--eval-data", inputs["held_out"]) if held_out else ()
+    warning = f"Warning: the {'held-out' if held_out else 'training'} loss rose from "
+    for lr, warns in ((30, True), (1e-3, False)):
+        run, out = tmp_path / f"run-{lr}", tmp_path / f"out-{lr}"
+        for result in (uptrain(*fixed, "--lr", lr, "--out", run), uptrain("export", run, out)):
+            assert result.code == 0, result
+            assert (warning in result.err) == warns, result.err
+            assert (f"start a new run with a lower --lr (it was {lr:g})" in result.err) == warns
+
+
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
     write_state = runs._write_state
@@ -195,15 +262,31 @@ def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, mo
 def test_resume_compares_only_the_tensors_that_it_reads_again(uptrain, inputs, tmp_path):
     model, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(inputs["model"], model)
-    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 2)
+    fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 3)
     assert uptrain("run", model, *fixed, "--out", out, "--max-minutes", 0).code == 0
     tensors = tiny.tensors(model)
     trained = next(name for name in tensors if tiny.is_kv(name))
     save_file({**tensors, trained: tensors[trained] + 1}, model / "model.safetensors", {"format": "pt"})
-    assert uptrain("resume", out).code == 0
+    assert uptrain("resume", out, "--max-minutes", 0).code == 0
     frozen = next(name for name in tensors if not tiny.is_kv(name))
     save_file({**tensors, frozen: tensors[frozen] + 1}, model / "model.safetensors", {"format": "pt"})
     uptrain("resume", out).refused(f"{model} holds other tensors than when the run began")
+
+
+def test_a_run_says_first_what_it_does(uptrain, inputs, tmp_path):
+    out, options = tmp_path / "run", ("--trainable", "kv", "--eval-data", inputs["held_out"], "--eval-every", 3)
+    result = uptrain(*real_runs.arguments(inputs, out, *options, "--max-minutes", 0, loss="distill"))
+    tensors = tiny.tensors(inputs["model"])
+    trained, total = (
+        format_count(sum(t.numel() for name, t in tensors.items() if tiny.is_kv(name) or every))
+        for every in (False, True)
+    )
+    assert result.err.splitlines()[0] == (
+        f"Training kv, {trained} of {total} parameters: 12 steps of 256 tokens, peak learning rate 0.001, loss: KL "
+        "divergence from the teacher, held-out loss every 3 steps."
+    )
+    assert "; Ctrl-C saves and stops" in result.err
+    assert "Training kv" not in uptrain("resume", out, "--max-minutes", 0).err
 
 
 def test_windows_beyond_the_context_are_warned_of(uptrain, tmp_path):

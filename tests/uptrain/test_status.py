@@ -55,14 +55,17 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
 
 
 STATES = {
-    "not started": (None, ["not started", "uptrain resume"]),
+    "not started": (None, ["not started", "next uptrain resume"]),
     "running": ({"status": "running", "step": 0, "reason": "", "pid": os.getpid()}, ["running as process"]),
-    "died": ({"status": "running", "step": 0, "reason": "", "pid": NOBODY}, ["no process", "uptrain resume"]),
+    "died": ({"status": "running", "step": 0, "reason": "", "pid": NOBODY}, ["no process", "next uptrain resume"]),
     "preempted": (
         {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 1},
-        ["stopped (SIGTERM)", "uptrain resume"],
+        ["preempted: it saved and stopped (SIGTERM)", "next uptrain resume"],
     ),
-    "finished": ({"status": "finished", "step": 50, "reason": "finished", "pid": 1}, ["finished"]),
+    "finished": (
+        {"status": "finished", "step": 50, "reason": "finished", "pid": 1},
+        ["finished", "next uptrain export"],
+    ),
     "halted": ({"status": "halted", "step": 9, "reason": "3 of the last 100", "pid": 1}, ["halted: 3 of the last 100"]),
     "failed": ({"status": "failed", "step": 9, "reason": "no space", "pid": 1}, ["failed: no space"]),
 }
@@ -116,6 +119,16 @@ def test_status_of_a_running_run(tmp_path, uptrain):
     shown = " ".join(uptrain("status", run).out.split())
     for words in ("0.01 of 0.05", "200 tokens/s", "3 min, eval", "75.0%", "agreement 50.0%", "/runs/short from step 8"):
         assert words in shown
+
+
+def test_fewer_tokens_than_planned(tmp_path, uptrain):
+    """A cache's last window is shorter than the others."""
+    records = [step(n, tokens=n * 1000 - 16) for n in range(1, 51)]
+    shown = uptrain("status", write_run(tmp_path / "run", records)).out
+    assert "49,984; 16 fewer than planned, because the last window of the data is short" in shown
+    assert "tokens 39,984 of 50,000" in " ".join(
+        uptrain("status", write_run(tmp_path / "other", records[:40])).out.split()
+    )
 
 
 def test_speed_is_that_of_the_last_steps(tmp_path, uptrain):
@@ -176,7 +189,7 @@ def test_damaged_files_are_named(tmp_path, uptrain, name, content, words):
 
 
 def test_folders_without_a_run(tmp_path, uptrain):
-    uptrain("status", tmp_path / "nowhere").refused("nowhere is not a run", "run.json", "uptrain run")
+    uptrain("status", tmp_path / "nowhere").refused("nowhere does not exist", "uptrain run")
     uptrain("status", tmp_path).refused("is not a run")
     uptrain("status").refused("RUN")
 

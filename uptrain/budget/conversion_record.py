@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.common.errors import InputError
+from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
 
 
@@ -13,7 +13,7 @@ def source_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the folder's sources, latest conversion first, from `groupwise.json`; else its own name."""
     from model.checkpoint.hub import origin_of  # imports numpy, which the command line does not need to start
 
-    return tuple(name for name, _ in _conversions(folder)) or (origin_of(folder)[0],)
+    return tuple(name for name, _, _ in _conversions(folder)) or (origin_of(folder)[0],)
 
 
 def merge_method(folder: Path) -> str | None:
@@ -21,7 +21,31 @@ def merge_method(folder: Path) -> str | None:
 
     The method of the last conversion that changed the attention: reading another format or repeating heads does not.
     """
-    return next((method for _, method in _conversions(folder) if method), None)
+    return next((method for _, method, _ in _conversions(folder) if method), None)
+
+
+def teacher_warning(model: Path, teacher: Path) -> str | None:
+    """Return a warning if the teacher has fewer K/V heads than the model's parent: it was then merged itself.
+
+    A teacher of another size than the model, such as a larger one, is not compared.
+    """
+    from model.checkpoint import open_checkpoint  # imports numpy, which the command line does not need to start
+    from model.geometry import read_sizes
+
+    heads = next((heads for _, method, heads in _conversions(model) if method), None)
+    if heads is None:
+        return None
+    try:
+        with open_checkpoint(model) as student, open_checkpoint(teacher) as other:
+            own, theirs = read_sizes(student), read_sizes(other)
+    except CheckpointError:  # the heads of a teacher of another family may be unknown
+        return None
+    if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size) or theirs.n_kv_heads >= heads:
+        return None
+    return (
+        f"the teacher {teacher} has {theirs.n_kv_heads} K/V heads, but the parent of {model} had {heads}: the teacher "
+        "was merged too. The parent is usually the better teacher."
+    )
 
 
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
@@ -34,10 +58,10 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
 
 
-def _conversions(folder: Path) -> list[tuple[str, str | None]]:
-    """Return the name of the source and the method of each conversion, the last one first.
+def _conversions(folder: Path) -> list[tuple[str, str | None, int | None]]:
+    """Return for each conversion, the last one first, the source's name, the method, and the source's K/V heads.
 
-    The method is None if the conversion merged no heads.
+    The method is None if the conversion merged no heads. The number of heads is None if the record lacks it.
     """
     path = folder / CONVERSION_RECORD
     if not path.is_file():
@@ -50,7 +74,8 @@ def _conversions(folder: Path) -> list[tuple[str, str | None]]:
             source, method = record["source"], str(record.get("method"))
             # A record without the numbers of heads counts as that of a merge.
             merged = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
-            conversions.append((str(source["name"]), method if merged else None))
+            heads = source.get("n_kv_heads")
+            conversions.append((str(source["name"]), method if merged else None, heads and int(heads)))
             record = source.get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error

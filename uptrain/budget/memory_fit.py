@@ -8,9 +8,12 @@ from uptrain.data.default_sizes import default_micro_batch
 from uptrain.training.parts import parts_of
 
 
-def micro_batch_sizes(seq_len: int) -> Iterator[int]:
-    """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one."""
-    n = default_micro_batch(seq_len)
+def micro_batch_sizes(seq_len: int, n_windows: int) -> Iterator[int]:
+    """Yield the sizes of a micro-batch that a run tries, in windows: the default, its halves, and one.
+
+    `n_windows`: how many a process has in a step.
+    """
+    n = default_micro_batch(seq_len, n_windows)
     while n > 1:
         yield n
         n //= 2
@@ -21,16 +24,19 @@ def first_that_fits(
     estimator: MemoryEstimator,
     parts: Iterable[str],
     nbytes: int,
+    n_windows: int,
     devices: int = 1,
     recompute: Iterable[bool] = (False, True),
 ) -> MemoryOptions | None:
     """Return the first options whose memory on each device is at most `nbytes`; None if none is.
 
+    `n_windows`: how many windows a device has in a step.
+
     The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
     model does not have are left out.
     """
     known = [part for part in parts if part in parts_of(estimator.config)]
-    for part, again, size in product(known, recompute, micro_batch_sizes(estimator.seq_len)):
+    for part, again, size in product(known, recompute, micro_batch_sizes(estimator.seq_len, n_windows)):
         chosen = MemoryOptions(part, size, again)
         if estimator.memory(chosen).of(devices) <= nbytes:
             return chosen

@@ -20,7 +20,7 @@ from uptrain.budget.budget import (
     rate_problem,
     repetition_warning,
 )
-from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
+from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
 from uptrain.budget.identify import named
 from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.budget.memory_fit import first_that_fits
@@ -78,6 +78,7 @@ def make_plan(
             f"a step of {n_windows} windows of {length} tokens cannot be divided evenly among {processes} processes; "
             "change --global-batch-tokens or --processes."
         )
+    micro_batch = default_micro_batch(length, n_windows // processes)
     numbers = sorted({*DEVICES, processes})
     divisors = [n for n in numbers if n_windows % n == 0]
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
@@ -87,9 +88,11 @@ def make_plan(
         data_use and repetition_warning(data_use["epochs"]),
         rate_problem(options, optimizer),
         few_steps_warning(options, budget),
+        teacher and teacher_warning(model, teacher),
     ]
     return {
         "model": str(model),
+        "trainable": trainable,
         "n_params": n_params,
         "n_kv_heads": estimator.sizes.n_kv_heads,
         "alpha": budget.alpha,
@@ -106,12 +109,12 @@ def make_plan(
         "learning_rates": learning_rates(plan_schedule),
         "default_peaks": _default_peaks(budget, method) if options.lr is None else None,
         "memory": {
-            **{part: _memory(estimator, part, numbers) for part in TRAINABLE},
-            "micro_batch_tokens": default_micro_batch(length) * length,
+            **{part: _memory(estimator, part, micro_batch, numbers) for part in TRAINABLE},
+            "micro_batch_tokens": micro_batch * length,
             "least_micro_batch_tokens": length,
             "optimizer": optimizer,
             "formula": MEMORY_FORMULA,
-            "fitting": None if memory is None else _fitting(estimator, memory, divisors, str(model), teacher),
+            "fitting": memory and _fitting(estimator, memory, n_windows, divisors, str(model), teacher),
         },
         "time": {
             **{part: _time(estimator, part, budget.tokens, processes) for part in TRAINABLE},
@@ -160,7 +163,7 @@ def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[s
     return manifest.seq_len
 
 
-def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[str, Any] | None:
+def _memory(estimator: MemoryEstimator, part: str, micro_batch: int, numbers: list[int]) -> dict[str, Any] | None:
     """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
     `least`: the same with micro-batches of one window, whose activations are computed again. None if the model does not
@@ -168,7 +171,7 @@ def _memory(estimator: MemoryEstimator, part: str, numbers: list[int]) -> dict[s
     """
     if part not in parts_of(estimator.config):
         return None
-    needed = estimator.memory(MemoryOptions(part, default_micro_batch(estimator.seq_len)))
+    needed = estimator.memory(MemoryOptions(part, micro_batch))
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
@@ -195,7 +198,7 @@ def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
 
 
 def _fitting(
-    estimator: MemoryEstimator, memory: int, numbers: list[int], model: str, teacher: Path | None
+    estimator: MemoryEstimator, memory: int, n_windows: int, numbers: list[int], model: str, teacher: Path | None
 ) -> dict[str, dict[str, Any] | None]:
     """Return, by the number of devices, the first command that fits into their memory; None where none does."""
 
@@ -209,7 +212,7 @@ def _fitting(
         }
 
     parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), estimator.config)) :]
-    fitting = {n: first_that_fits(estimator, parts, memory, n) for n in numbers}
+    fitting = {n: first_that_fits(estimator, parts, memory, n_windows // n, n) for n in numbers}
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
 

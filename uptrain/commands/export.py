@@ -1,5 +1,6 @@
 """Run `uptrain export`: write a run's model as a Hugging Face folder."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -7,6 +8,10 @@ import click
 from model.common import console
 from model.common.command_options import PathType, json_option
 from uptrain.distributed.signals import interruptible
+from uptrain.runs.folder import METRICS, Run
+from uptrain.runs.settings import Settings
+from uptrain.training.learning_rate import decay_start
+from uptrain.training.metrics_log import read_metrics, rise_warning
 
 FOLDER = PathType()
 
@@ -31,14 +36,32 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
-    from uptrain.export.export import export, find_checkpoint, refuse_existing, stored_size
+    from uptrain.runs.make_folder import refuse_existing
 
-    refuse_existing(out)
+    settings = Run.read(run).settings  # refused, as an OUT that exists, before torch is imported, which takes seconds
+    refuse_existing(out, "choose another OUT")
+    from uptrain.export.export import export, find_checkpoint, stored_size
+
     checkpoint = find_checkpoint(run, step)
     progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
     with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
         record = export(run, checkpoint, out, dtype, progress)
+    records = [each for each in read_metrics(run / METRICS) if each["step"] <= record["step"]]
+    if warning := rise_warning(records, settings.lr):
+        console.warn(warning)
     if as_json:
         console.print_json(record)
     else:
-        console.echo(f"Wrote {out}: the model after step {record['step']:,}, in {dtype}.")
+        after = f"{record['step']:,}{_unfinished(settings, record['step'])}"
+        console.echo(f"Wrote {out}: the model after step {after}, in {dtype}.")
+        teacher = f" --teacher {shlex.quote(settings.teacher)}" if settings.teacher else ""
+        console.echo(f"Next: uptrain evaluate {shlex.quote(str(out))} --data HELD-OUT{teacher}")
+
+
+def _unfinished(settings: Settings, step: int) -> str:
+    """Return words on a checkpoint from before the end of its run; "" for the last one."""
+    if step == settings.steps:
+        return ""
+    decay = decay_start(settings.learning_rates)
+    why = ": its learning rate has not decayed" if decay is not None and step <= decay else ""
+    return f" of {settings.steps:,} (not finished{why})"

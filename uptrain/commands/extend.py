@@ -7,6 +7,7 @@ import click
 from model.common.command_options import FiniteFloat, PathType
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.distributed.signals import stop_request
+from uptrain.runs.folder import Run
 
 
 @click.command("extend")
@@ -30,6 +31,10 @@ def command(
     this long from the start. The warm-up keeps its length.
     """
     stop_request.install()
+    from uptrain.runs.make_folder import refuse_existing
+
+    Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
+    refuse_existing(out)
     from uptrain.runs.launch import launch_extended
 
     launch_extended(run, out, alpha, tokens, steps, max_minutes)

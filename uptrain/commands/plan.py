@@ -1,14 +1,18 @@
 """Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
+import shlex
+from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, json_option, pop_fields
-from model.common.console import duration, echo_line, print_columns, print_json, print_key_values, size
+from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import format_count
 from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
@@ -61,13 +65,16 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     if as_json:
         print_json(plan)
         return
-    print_key_values(f"Uptraining {plan['model']}", [*_budget(plan), *_learning(plan), *_estimates(plan)])
-    print_columns("\nMemory of a device for --trainable", TRAINABLE, _memory(plan["memory"]))
-    print_columns("\nTime for --trainable", TRAINABLE, _time(plan["time"], plan["processes"]))
+    rows = [("in short", _summary(plan)), *_budget(plan), *_learning(plan), *_estimates(plan)]
+    print_key_values(f"Uptraining {plan['model']}", rows)
+    columns = [f"{part}*" if part == plan["trainable"] else part for part in TRAINABLE]
+    print_columns("\nMemory of a device for --trainable (* default)", columns, _memory(plan["memory"]))
+    print_columns("\nTime for --trainable (* default)", columns, _time(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
         print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
+    echo(f"\nNext: {_next_command(plan)}")
 
 
 def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
@@ -86,6 +93,27 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
 
     check_models(model, teacher, [seq_len])
     return []
+
+
+def _summary(plan: dict[str, Any]) -> str:
+    """Return the memory and time of training the default part on the devices that were asked for."""
+    part, n = plan["trainable"], plan["processes"]
+    memory, hours = plan["memory"][part], plan["time"][part]["hours"]["H100"]
+    each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
+    devices = "on one device" if n == 1 else f"on each of {n} devices"
+    return f"training {part} takes {size(each)} {devices}, and {_hours(hours)} on {n} H100"
+
+
+def _next_command(plan: dict[str, Any]) -> str:
+    """Return the command that trains as planned, with the options that were given."""
+    context, n = click.get_current_context(), plan["processes"]
+    words = ["uptrain" if n == 1 else f"GPUS={n} scripts/uptrain_multi_gpu.sh", "run", shlex.quote(plan["model"])]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+        if given and name not in ("model", "processes", "memory"):
+            words += [parameter.opts[0], shlex.quote(str(context.params[name]))]
+    return " ".join([*words, *([] if plan["data"] else ["--data", "CACHE"]), "--out", "RUN"])
 
 
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -116,7 +144,7 @@ def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
     values = plan["schedule"]
     schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
     decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
-    rates = "\n".join(f"{row['lr']:.3e} at step {row['step']:,}" for row in plan["learning_rates"])
+    rates = "\n".join(_rates(plan["learning_rates"]))
     peaks = plan["default_peaks"] or {}
     differ = len(set(peaks.values())) > 1
     listed = ", ".join(f"{part} {peak:.3g}" for part, peak in peaks.items())
@@ -128,6 +156,13 @@ def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
         *([("default peaks", f"for --trainable: {listed}")] if differ else []),
         ("learning rate", f"{_curve(schedule)}\n{rates}"),
     ]
+
+
+def _rates(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each learning rate, with its first and last step."""
+    for rate, group in groupby(rows, lambda row: f"{row['lr']:.3e}"):
+        steps = [row["step"] for row in group]
+        yield f"{rate} at step {steps[0]:,}{f' to {steps[-1]:,}' if len(steps) > 1 else ''}"
 
 
 def _curve(schedule: Schedule) -> str:

@@ -144,8 +144,8 @@ def _check_no_nul(text: str) -> str:
     "--micro-batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, or fewer that fit the "
-    "device]",
+    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a "
+    "step, or fewer that fit the device]",
 )
 @click.option(
     "--seed",
@@ -194,6 +194,10 @@ def command(**options: Any) -> None:
     `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
+    given = RunOptions(pop_fields(BudgetOptions, options), **options)
+    from uptrain.runs.make_folder import refuse_existing
+
+    refuse_existing(given.out)  # before torch is imported, which takes seconds
     from uptrain.runs.launch import launch_new
 
-    launch_new(RunOptions(pop_fields(BudgetOptions, options), **options))
+    launch_new(given)

@@ -40,7 +40,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("status", _status(status)),
         ("step", f"{status['step']:,} of {status['steps']:,} ({status['share']:.1%})"),
-        ("tokens", f"{status['tokens']:,} of {status['total_tokens']:,}"),
+        ("tokens", _tokens(status)),
     ]
     if status["alpha"]:
         rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
@@ -52,18 +52,32 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
     if status["parent"]:
         rows.append(("extends", f"{status['parent']['run']} from step {status['parent']['step']:,}"))
-    return rows
+    return rows + _next(status)
+
+
+def _tokens(status: dict[str, Any]) -> str:
+    tokens, planned = status["tokens"], status["total_tokens"]
+    if status["step"] == status["steps"] and tokens < planned:
+        return f"{tokens:,}; {planned - tokens:,} fewer than planned, because the last window of the data is short"
+    return f"{tokens:,} of {planned:,}"
+
+
+def _next(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what to do with a run that does not train. The reason of one that failed or halted gives advice itself."""
+    run = shlex.quote(status["run"])
+    if status["status"] == "finished":
+        return [("next", f"uptrain export {run} FOLDER")]
+    return [("next", f"uptrain resume {run}")] if status["status"] in ("not started", "died", "preempted") else []
 
 
 def _status(status: dict[str, Any]) -> str:
-    resume = f"`uptrain resume {shlex.quote(status['run'])}` continues it"
     age = status["seconds_since_last_line"]
     last_line = "not yet" if age is None else f"{console.duration(age)} ago"
     return {
-        "not started": f"not started; {resume}",
+        "not started": "not started",
         "running": f"running as process {status['pid']}, last line written {last_line}",
-        "died": f"died: no process {status['pid']} on this machine, last line written {last_line}; {resume}",
-        "preempted": f"stopped ({status['reason']}); {resume}",
+        "died": f"died: no process {status['pid']} on this machine, last line written {last_line}",
+        "preempted": f"preempted: it saved and stopped ({status['reason']})",
         "finished": "finished",
     }.get(status["status"], f"{status['status']}: {status['reason']}")
 

@@ -31,6 +31,7 @@ def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:
     )
 
 
-def default_micro_batch(seq_len: int) -> int:
-    """Return the default number of windows in a micro-batch."""
-    return max(1, MICRO_BATCH_TOKENS // seq_len)
+def default_micro_batch(seq_len: int, n_windows: int | None = None) -> int:
+    """Return the default number of windows in a micro-batch, at most the `n_windows` that a process has in a step."""
+    size = max(1, MICRO_BATCH_TOKENS // seq_len)
+    return size if n_windows is None else min(size, max(1, n_windows))

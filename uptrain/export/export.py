@@ -18,13 +18,14 @@ from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_file, sync_folder, write_file
 from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
-from model.common.staging import Staging, check_out
+from model.common.staging import Staging
 from model.decoder.loading import check_shapes
 from model.families import is_native
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.make_folder import refuse_existing
 from uptrain.training.metrics_log import read_metrics
 from uptrain.training.models import build_meta_from_config, stored_names
 from uptrain.training.module import STUDENT
@@ -35,13 +36,6 @@ _PIECE = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise InputError if OUT exists, or has a name that cannot be written."""
-    check_out(out)
-    if out.exists():
-        raise InputError(f"{out} exists already; choose another OUT.")
-
-
 def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: Advance) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
@@ -49,7 +43,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
     README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
     if `out` exists.
     """
-    refuse_existing(out)
+    refuse_existing(out, "choose another OUT")
     run = Run.read(run_folder)
     record = make_record(run, run_folder, checkpoint)
     with _open_weights(run, run_folder, checkpoint) as weights, Staging(out) as staging:

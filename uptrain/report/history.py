@@ -1,20 +1,13 @@
 """Read the history of a run from its folder, also while it is training. Needs no torch."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.common import checks
 from model.common.console import warn
-from model.common.errors import InputError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
-from model.common.typed_json import check_types, parse_object
-from uptrain.runs.folder import METRICS, STATE, Run
+from uptrain.runs.folder import METRICS, STATE, Run, read_state
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import Record, read_metrics
 
-STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int, "started": float | None}
-MOST_PID = 2**31 - 1
 MEASURABLE_COST = 0.01
 """Smallest cost of a merge, in nats per token, of which a recovered fraction is given.
 
@@ -39,7 +32,7 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        run, state = Run.read(folder), _read_state(folder / STATE)
+        run, state = Run.read(folder), read_state(folder / STATE)
         if state.get("step") and not (folder / METRICS).exists():
             warn(f"{folder / METRICS} is missing; restore it. Without it, the steps and losses are not known.")
         records = read_metrics(folder / METRICS)
@@ -111,17 +104,3 @@ def merge_cost(first: Record) -> float | None:
     """
     before, target = first["loss"], first.get("teacher_loss")
     return None if first["step"] != 0 or before is None or target is None else float(before - target)
-
-
-def _read_state(path: Path) -> Record:
-    if not path.exists():
-        return {}
-    try:
-        content = {"started": None} | parse_object(read_bytes_up_to(path, CONFIG_BYTES))  # earlier versions lack it
-        state = check_types(content, STATE_TYPES)
-        checks.whole_number(state["pid"], "pid", most=MOST_PID)
-    except InputError as error:
-        reason = str(error).rstrip(".")
-        resume = f"`uptrain resume {shlex.quote(str(path.parent))}`"
-        raise InputError(f"{path} is damaged ({reason}); {resume} writes it again.") from error
-    return state

@@ -27,18 +27,22 @@ def has_estimate(config: dict[str, Any]) -> bool:
     return isinstance(config.get("intermediate_size"), int) and knows_attention(config)
 
 
-def fitting_micro_batch(estimator: MemoryEstimator, chosen: MemoryOptions, model: Path, teacher: Path | None) -> int:
+def fitting_micro_batch(
+    estimator: MemoryEstimator, chosen: MemoryOptions, n_windows: int, model: Path, teacher: Path | None
+) -> int:
     """Return the largest micro-batch up to the default that fits this process's device, in windows.
 
+    `n_windows`: how many a process has in a step.
     `chosen`: the run's options, with any micro-batch. Raises InputError, or RankError for another GPU than the first,
     if one window does not fit. The error names the first command that does.
     """
     devices = world_size() if wants_sharding() else 1
     usable = usable_memory()
-    if largest := first_that_fits(estimator, [chosen.trainable], usable, devices, [chosen.activation_checkpointing]):
+    again = [chosen.activation_checkpointing]
+    if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, again):
         return largest.micro_batch
     needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).of(devices)
-    cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, devices)
+    cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, n_windows, devices)
     of_plan = (
         f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
     )  # rounded down

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.common.errors import InputError
-from model.common.files import check_name, copy_file, lies_in
+from model.common.files import check_name, copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
 from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
-from uptrain.runs.make_folder import make_folder, refuse_existing
+from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
 from uptrain.training.learning_rate import EXTENDABLE, decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
@@ -36,8 +36,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     run = Run.read(folder)
     check_name(folder.resolve(), "RUN")
     refuse_existing(out)
-    if lies_in(out, folder):
-        raise InputError(f"{out} lies in the run that it would extend; choose another --out.")
+    refuse_inside(out, folder, *(Path(model) for model in (run.settings.model, run.settings.teacher) if model))
     branch = branch_step(folder, run)
     source = list_checkpoints(folder / CHECKPOINTS)[branch]
     if problem := find_damage(source):

@@ -21,6 +21,8 @@ RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
 PARENT = {"run": str, "step": int}
 IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
+STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int, "started": float | None}
+MOST_PID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Run:
         path = folder / RUN
         if not path.is_file():
             hint = "`uptrain run … --out RUN` makes the folder of a run"
-            raise InputError(f"{folder} is not a run: it has no {RUN}; {hint}.")
+            problem = f"is not a run: it has no {RUN}" if folder.exists() else "does not exist"
+            raise InputError(f"{folder} {problem}; {hint}.")
         try:
             run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
             run._check()
@@ -77,3 +80,18 @@ def locked(folder: Path) -> Iterator[None]:
             see = f"`uptrain status {shlex.quote(str(folder))}`"
             raise InputError(f"{folder} is being trained by {error}; see {see}.") from error
         yield
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the content of run_state.json; empty before the first start. Raises InputError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        content = {"started": None} | parse_object(read_bytes_up_to(path, CONFIG_BYTES))  # earlier versions lack it
+        state = check_types(content, STATE_TYPES)
+        checks.whole_number(state["pid"], "pid", most=MOST_PID)
+    except InputError as error:
+        reason = str(error).rstrip(".")
+        resume = f"`uptrain resume {shlex.quote(str(path.parent))}`"
+        raise InputError(f"{path} is damaged ({reason}); {resume} writes it again.") from error
+    return state

@@ -4,6 +4,7 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from model.common.machine import world_size
 from model.decoder.attention import torch_has_packed_attention
 from model.families import is_native
 from uptrain.budget.budget import repetition_warning
+from uptrain.budget.conversion_record import teacher_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
 from uptrain.data.teacher_logits import TeacherLogits
@@ -34,12 +36,14 @@ from uptrain.runs.checks import (
     warn_of_own_logits,
 )
 from uptrain.runs.extend import extend, extended_steps
-from uptrain.runs.folder import RUN, Run
-from uptrain.runs.make_folder import refuse_existing
+from uptrain.runs.folder import METRICS, RUN, Run
+from uptrain.runs.make_folder import refuse_existing, refuse_inside
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
-from uptrain.runs.run import resume, start
+from uptrain.runs.run import FINISHED_BEFORE, resume, start
 from uptrain.runs.settings import RunOptions, Settings
+from uptrain.training.learning_rate import EXTENDABLE
+from uptrain.training.metrics_log import read_metrics, rise_warning
 from uptrain.training.optimizer import check_compiler, check_optimizer
 
 
@@ -51,6 +55,7 @@ def launch_new(options: RunOptions) -> None:
     assert folder is not None
     out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
+    refuse_inside(out, folder, options.teacher)
     check_optimizer(options.optimizer)
     if options.compile:
         check_compiler("--compile", "leave it out")
@@ -79,6 +84,8 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
         check_teachers_tokenizer(folder, options.teacher)
+        if options.model and is_first_process() and (warning := teacher_warning(options.model, options.teacher)):
+            warn(warning)
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)
     if options.init:
@@ -130,8 +137,16 @@ def _end(out: Path, status: str) -> None:
     """Leave the process group of a run that has ended, and print its status."""
     destroy_process_group()
     if PartialState().is_main_process:
-        if status == "finished":
-            echo(f"Finished {out}. Export it with: uptrain export {shlex.quote(str(out))} FOLDER")
+        export = f"Export it with: uptrain export {shlex.quote(str(out))} FOLDER"
+        if status == FINISHED_BEFORE:
+            longer = f"Train it for longer with: uptrain extend {shlex.quote(str(out))} --out RUN2 --steps N\n"
+            is_extendable = Run.read(out).settings.schedule in EXTENDABLE
+            echo(f"{out} is finished already, and has not changed. {longer if is_extendable else ''}{export}")
+        elif status == "finished":
+            with suppress(InputError):  # a damaged line of metrics is no failure of the run
+                if warning := rise_warning(read_metrics(out / METRICS), Run.read(out).settings.lr):
+                    warn(warning)
+            echo(f"Finished {out}. {export}")
         else:
             n = PartialState().num_processes
             launcher = f" (in {n} processes, by the launcher that started them)" if n > 1 else ""

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
-from model.common.files import copy_file, sync_tree, write_file
+from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
@@ -60,14 +60,19 @@ def make_folder(
             raise
 
 
-def refuse_existing(out: Path) -> None:
+def refuse_inside(out: Path, *folders: Path | None) -> None:
+    """Raise InputError if `out` lies in one of the folders of models, which a run must not change."""
+    for folder in folders:
+        if folder and lies_in(out, folder):
+            raise InputError(f"{out} lies in {folder}, which the run reads; choose another --out.")
+
+
+def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        hint = (
-            f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else "choose another --out"
-        )
+        hint = f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else advice
         raise InputError(f"{out} exists already; {hint}.")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder} cannot be written to; choose another --out.")
+        raise InputError(f"{folder} cannot be written to; {advice}.")

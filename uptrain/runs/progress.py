@@ -21,13 +21,13 @@ def training_bar(steps: int) -> Iterator[ProgressSink]:
         return
     columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as progress:
-        task = progress.add_task("", total=steps)
+        task = progress.add_task("", total=steps, visible=False)
 
         def show(record: dict[str, Any]) -> None:
             if "loss" in record:
-                progress.update(task, completed=record["step"], description=_short(record))
+                progress.update(task, completed=record["step"], description=_short(record), visible=True)
             else:
-                progress.update(task, completed=record["step"])
+                progress.update(task, completed=record["step"], visible=True)
                 progress.console.print(_line(record))
 
         yield show
@@ -77,6 +77,6 @@ def _line(record: dict[str, Any]) -> str:
         if "shared_bytes" in record:
             lines.append(f"Student and teacher share {size(record['shared_bytes'])} of parameters.")
         devices = f"{record['processes']} x {record['device']}"
-        ready = f"READY: {record['event']} at step {record['step']} on {devices}; signals are handled from now on"
+        ready = f"READY: {record['event']} at step {record['step']} on {devices}; Ctrl-C saves and stops"
         return "\n".join([*lines, ready])
     return f"step {record['step']}: {record['event']}: {record['why']}"

@@ -7,6 +7,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.common.files import check_name
+from model.common.machine import world_size
 from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.budget.memory import MemoryEstimator, MemoryOptions
@@ -55,6 +56,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     precision = options.precision or ("bf16" if has_accelerator() else "fp32")
     eval_out = run_cache_folder(options.out, "eval_data")
     eval_cache = None if options.eval_data is None else cache_folder([options.eval_data], eval_out)
+    global_batch = budget.global_batch_tokens // seq_len
+    n_windows = global_batch // world_size()
     settings = Settings(
         model=_absolute(options.model),
         data=_absolute(cache_folder(options.data, run_cache_folder(options.out, "data"))),
@@ -63,8 +66,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         teacher_logits=_absolute(options.teacher_logits),
         loss=loss,
         steps=budget.steps,
-        global_batch=budget.global_batch_tokens // seq_len,
-        micro_batch=options.micro_batch or _micro_batch(options, chosen, config, seq_len, precision, rank),
+        global_batch=global_batch,
+        micro_batch=options.micro_batch or _micro_batch(options, chosen, config, seq_len, n_windows, precision, rank),
         schedule=options.schedule,
         lr=budget.peak_lr,
         warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
@@ -104,18 +107,26 @@ def find_data(settings: Settings, run: Path) -> Settings:
 
 
 def _micro_batch(
-    options: RunOptions, chosen: MemoryOptions, config: dict[str, Any], seq_len: int, precision: str, rank: int
+    options: RunOptions,
+    chosen: MemoryOptions,
+    config: dict[str, Any],
+    seq_len: int,
+    n_windows: int,
+    precision: str,
+    rank: int,
 ) -> int:
     """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
+
+    `n_windows`: how many a process has in a step.
 
     Raises InputError if one window does not fit.
     """
     if options.model is None or not has_estimate(config):
-        return default_micro_batch(seq_len)
+        return default_micro_batch(seq_len, n_windows)
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
-    return fitting_micro_batch(estimator, chosen, options.model, options.teacher)
+    return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 
 
 def _absolute(path: Path | None) -> str:

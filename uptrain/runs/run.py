@@ -23,13 +23,14 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
-from model.common.console import size, warn
+from model.common.console import echo, size, warn
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.files import replace_file
 from model.common.printable import one_line
 from model.common.processes import process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
+from uptrain.budget.counts import format_count
 from uptrain.budget.memory import MASTER_BYTES, state_bytes
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
@@ -39,15 +40,19 @@ from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, read_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
+from uptrain.training.losses import LOSSES
 from uptrain.training.models import block_names, empty_student
 from uptrain.training.module import has_finite_weights
 from uptrain.training.trackers import finish_trackers, start_trackers
+
+FINISHED_BEFORE = "finished before"
+"""The status that `resume` returns of a run that has nothing left to do."""
 
 
 def start(
@@ -76,7 +81,8 @@ def start(
 def resume(folder: Path, changes: dict[str, Any], deadline: float, show: ProgressSink) -> str:
     """Resume at the newest intact checkpoint, with any world size; restart at step 0 if there is none.
 
-    `changes`: settings that differ from now on, which run.json then has.
+    `changes`: settings that differ from now on, which run.json then has. Of a finished run whose last checkpoint is
+    intact, no model is built and nothing is written: return FINISHED_BEFORE.
     """
     run = Run.read(folder)
     run = replace(run, settings=replace(run.settings, **changes))
@@ -85,10 +91,13 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
-        if changes:
-            on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
         checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last)
         checkpoint = checkpoints.newest()
+        is_at_end = checkpoint is not None and checkpoint.state["step"] == settings.steps
+        if is_at_end and on_main(accelerator, lambda: _is_finished(folder)):
+            return FINISHED_BEFORE
+        if changes:
+            on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         with _out_of_memory_as_run_error(accelerator):
@@ -107,6 +116,14 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = state.step, True
         return train_run(folder, settings, training, state, checkpoint)
+
+
+def _is_finished(folder: Path) -> bool:
+    """Return whether a run at its last step has also evaluated, which one that was stopped there has not."""
+    try:
+        return bool(read_state(folder / STATE).get("status") == "finished")
+    except InputError:  # damaged; training writes it again
+        return False
 
 
 @contextmanager
@@ -139,7 +156,7 @@ def train_run(
     accelerator = training.accelerator
     training.checkpoints.clean_up()
     if accelerator.is_main_process:
-        _log_start(training, state, checkpoint)
+        _log_start(settings, training, state, checkpoint)
         if problem := _disk_space_warning(folder, settings, training):
             warn(problem)
         _write_state(folder, "running", state.step)
@@ -231,8 +248,8 @@ def _resumed_at(folder: Path) -> str:
     return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
 
 
-def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
-    """Log start or resume, and print READY: signals are handled from now on."""
+def _log_start(settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
+    """Log start or resume, and print READY: signals are handled from now on. First say what a new run does."""
     training.metrics.rewind(state.step)
     event: dict[str, Any] = {"step": state.step, "event": "resumed" if checkpoint else "started"}
     accelerator = training.accelerator
@@ -243,7 +260,22 @@ def _log_start(training: Training, state: RunState, checkpoint: VerifiedCheckpoi
     if checkpoint and checkpoint.rejected:
         event["rejected"] = list(checkpoint.rejected)
     training.metrics.write(event)
+    if not checkpoint:
+        echo(_describe(settings, training), err=True)
     training.show(event)
+
+
+def _describe(settings: Settings, training: Training) -> str:
+    """Return a sentence on what a run trains, for how long and how."""
+    student = training.accelerator.unwrap_model(training.loss_module).student
+    sizes = [(p.numel(), p.requires_grad) for p in student.parameters()]  # of all shards
+    trained, total = (format_count(sum(n for n, counts in sizes if counts or every)) for every in (False, True))
+    evaluated = f", held-out loss every {settings.eval_every:,} steps" if settings.eval_data else ""
+    return (
+        f"Training {settings.trainable}, {trained} of {total} parameters: {settings.steps:,} steps of "
+        f"{settings.global_batch * training.cache.seq_len:,} tokens, peak learning rate {settings.lr:.3g}, loss: "
+        f"{LOSSES[settings.loss]}{evaluated}."
+    )
 
 
 def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:

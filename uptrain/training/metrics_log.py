@@ -11,6 +11,7 @@ at an earlier step, later lines are removed.
 import json
 import os
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from model.common import checks
@@ -39,6 +40,8 @@ LARGEST = 1e300
 """Limit of the absolute value of a number, so that sums and the limits of an axis stay finite."""
 LATEST = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
+RISE_STEPS = 4
+"""Least number of steps whose training losses are compared with others."""
 
 
 class Metrics:
@@ -90,6 +93,30 @@ class Metrics:
 def read_metrics(path: Path) -> list[Record]:
     """Return all records. Raises InputError if a line is damaged."""
     return [_parse(path, number, line) for number, line in enumerate(_complete_lines(path), start=1)]
+
+
+def rise_warning(records: list[Record], peak_lr: float) -> str | None:
+    """Return a warning if the loss rose from the beginning of a run to its end.
+
+    That is the held-out loss, or without evaluations the training loss. Of the latter, the mean of the last tenth of
+    steps has to exceed every loss of the first tenth, each of RISE_STEPS at least, because windows differ.
+    """
+    losses = [record["evaluation"]["loss"] for record in records if "evaluation" in record]
+    if losses:
+        what, first, last = "held-out", losses[0], losses[-1]
+    else:
+        losses = [record["loss"] for record in records if record.get("loss") is not None]
+        n = max(RISE_STEPS, len(losses) // 10)
+        if len(losses) < 2 * n:
+            return None
+        what, first, last = "training", max(losses[:n]), fmean(losses[-n:])
+    if first is None or (last is not None and last <= first):
+        return None
+    now = "a number that is not finite" if last is None else f"{last:.4f}"
+    return (
+        f"the {what} loss rose from {first:.4f} to {now}, so training made the model worse; start a new run with a "
+        f"lower --lr (it was {peak_lr:.3g})."
+    )
 
 
 def write_metrics(path: Path, records: list[Record]) -> None:
