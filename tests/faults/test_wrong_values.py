@@ -75,7 +75,7 @@ def test_every_number_of_a_run_is_finite():
 
 @pytest.mark.parametrize("count", ["9" * 50, "9" * 5000 + "T", "1e400", "10000000T", "99999999999999999999"])
 def test_counts_beyond_all_use(uptrain, model, count):
-    uptrain("plan", model, "--lr", 1, "--steps", count).refused("--steps", "write for example")
+    uptrain("plan", model, "--lr", 1, "--steps", count).refused("--steps", "give a whole number such as")
 
 
 # The file of options
