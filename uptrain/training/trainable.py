@@ -85,6 +85,13 @@ def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.
     return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
 
 
+def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
+    """Let frozen embeddings return states in `dtype`."""
+    for module in student.modules():
+        if isinstance(module, FrozenEmbedding):
+            module.state_dtype = dtype
+
+
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
     """Make a module cast its parameters where it uses them; return whether it then can.
 
