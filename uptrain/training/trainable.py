@@ -76,6 +76,13 @@ def set_dtypes_of_undefined(student: LanguageModel, frozen_dtype: torch.dtype) -
             parameter.data = torch.empty_like(parameter.data, dtype=dtype)
 
 
+def uncast_names(student: LanguageModel) -> list[str]:
+    """Return the names of the parameters that stay float32 even if nothing is trained."""
+    dtypes = _dtypes(student.requires_grad_(False), torch.bfloat16)
+    names = (name for name, _ in student.named_parameters())
+    return [name for name, (_, dtype) in zip(names, dtypes, strict=True) if dtype == torch.float32]
+
+
 def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.Parameter, torch.dtype]]:
     wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
