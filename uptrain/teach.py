@@ -50,6 +50,8 @@ from uptrain.training.kl import hidden_states, whole_logits
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.models import build_meta, load_teacher
 
+WHOLE_LOGITS = 1 << 28
+"""Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
 CONTINUES = "the same command continues from there; any other command starts from the beginning"
 
 
@@ -230,9 +232,9 @@ def _write_shards(
     if not missing:
         return
     device = choose_device("auto")
-    micro_batch = default_micro_batch(cache.seq_len)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
     teacher = load_teacher(folder, precision).to(device)
+    micro_batch = _micro_batch(teacher, cache.seq_len)
     in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:
         for number, windows in missing:
@@ -255,6 +257,16 @@ def _write_shards(
                 sums.append(hashlib.sha256(content).hexdigest())
             shard = LogitsShard(*names, len(windows), sums[0], sums[1], sums[2], precision)
             staging.record_file(_name(number), vars(shard))
+
+
+def _micro_batch(teacher: LanguageModel, seq_len: int) -> int:
+    """Return the windows of a batch: fewer for transformers' classes with large vocabularies, which compute its logits
+    at once.
+    """  # fmt: skip
+    n = default_micro_batch(seq_len)
+    if isinstance(teacher, TransformersModel):
+        return min(n, max(1, WHOLE_LOGITS // (seq_len * len(teacher.head_weight))))
+    return n
 
 
 def _logits_of(

@@ -47,6 +47,8 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
         "auto_map": {
             auto: f"{modules.get(auto, model_file.stem)}.{class_name}" for auto, class_name in code.auto_map.items()
         },
+        **code.settings,
+        **{key: value for key, value in code.defaults.items() if key not in checkpoint.config},
     }
     return Code({file.name: file for file in code.files}, settings)
 

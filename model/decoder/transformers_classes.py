@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -
     _check_loading()
     try:
         with refusing(f"transformers can build no model from the config of {source}"):
-            hf_config = CONFIG_MAPPING[model_type].from_dict(dict(config))
+            hf_config = CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(config)))  # it edits what is inside
             auto_class = AutoModelForSeq2SeqLM if hf_config.is_encoder_decoder else AutoModelForCausalLM
             with init_empty_weights(include_buffers=False):
                 model = auto_class.from_config(  # type: ignore[no-untyped-call]

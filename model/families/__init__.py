@@ -26,7 +26,7 @@ def is_native(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in NATIVE_FAMILIES or read_latent_norm(config) is not None
 
 
-_OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.GQA_FAMILY)
+_OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.MT5_FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)
 FAMILIES = {family.model_type: family for family in sorted(_KNOWN, key=lambda family: family.model_type)}
 """All supported families and wrappers, by `model_type`."""

@@ -83,6 +83,10 @@ class CustomCode:
     """Stock class → the class that replaces it."""
     auto_map: Mapping[str, str]
     """Auto class of transformers → the class that it opens."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of `config.json` that the code needs."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the stock class that differ from the code's: written where `config.json` leaves them out."""
 
     @property
     def files(self) -> tuple[Path, Path]:

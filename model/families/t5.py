@@ -1,4 +1,4 @@
-"""Define T5 1.0 and 1.1 and FLAN-T5, the paper's models. The decoder's self- and cross-attention heads are merged.
+"""Define T5 1.0 and 1.1, FLAN-T5 and mT5. Their decoders' self- and cross-attention heads are merged.
 
 The encoder keeps its heads: it computes all its tokens at once, so memory bandwidth does not limit it (Ainslie et al.
 2023, section 2.2). Fewer K/V heads need custom code, which is copied to the output.
@@ -50,3 +50,20 @@ FAMILY = Family(
 )
 GQA_FAMILY = replace(FAMILY, model_type="t5_gqa")
 """The family with grouped heads, as `convert` writes it."""
+MT5_FAMILY = replace(
+    FAMILY,
+    model_type="mt5",
+    default_sizes={"d_model": 512, "num_heads": 6, "num_layers": 8},
+    custom_code=replace(
+        CODE,
+        architectures={"MT5ForConditionalGeneration": "T5GQAForConditionalGeneration", "MT5Model": "T5GQAModel"},
+        # mT5's class never scales the logits. T5's does so if tie_word_embeddings is true, which transformers 5 writes
+        # for both, with or without a head of its own.
+        settings={"scale_decoder_outputs": False},
+        defaults={
+            "vocab_size": 250112, "d_ff": 1024, "num_heads": 6, "num_layers": 8, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+    ),
+)  # fmt: skip
+"""mT5 computes as T5 1.1 does. Its output is a `t5_gqa`."""

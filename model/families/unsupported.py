@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"{_PARENT}": (
         "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
         "codegen", "ctrl", "electra", "fuyu", "gpt-sw3", "gpt2", "gpt_neo", "gpt_neox_japanese", "gptj", "longt5",
-        "marian", "mbart", "modernbert-decoder", "mt5", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
+        "marian", "mbart", "modernbert-decoder", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
         "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
     ),
     "it runs its own code, which may ignore the number of K/V heads; rewrite it as llama or qwen2 first "

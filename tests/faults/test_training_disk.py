@@ -272,3 +272,8 @@ def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):
     assert checkpoints(out) == ["step-00000008", "step-00000012"]
     succeed(("extend", out, "--out", tmp_path / "longer", "--steps", "16"), tmp_path)
     assert status(tmp_path / "longer") == ("finished", 16)
+    longer = tmp_path / "extended"
+    faults = Faults([Fault("no space", "save 14: before rename .unfinished-step-00000014")])
+    succeed(("extend", runs.expected(), "--out", longer, "--steps", "18"), tmp_path, faults=faults)
+    assert refused(longer) == ([14], {"[Errno 28] No space left on device"})
+    assert checkpoints(longer) == ["step-00000012", "step-00000018"]  # the copied one, of step 10, is of no more use

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from numerics.test_other_families import HEAD_DIM, HIDDEN, N_HEADS, t5
+from numerics.test_other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK, mt5, t5
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
@@ -33,9 +33,9 @@ def assert_close(ours, theirs, limit=1e-5):
     assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
 
 
-def plain(folder):
+def plain(folder, model_class):
     """Return what a plain forward pass of the stock class computes: sublayers' parts and outputs, and all weights."""
-    model = T5ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
     parts, outputs = [], []
     for block in model.decoder.block:
         for place, attention in ((0, block.layer[0].SelfAttention), (1, block.layer[1].EncDecAttention)):
@@ -54,10 +54,10 @@ def plain(folder):
     return parts, outputs, [weights for pair in both for weights in pair]
 
 
-@pytest.mark.parametrize("changes", CASES)
-def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, changes):
-    folder = tiny.save(t5(**changes), tmp_path / "source")
-    parts, outputs, all_weights = plain(folder)
+@pytest.mark.parametrize(("make", "changes"), [*((t5, changes) for changes in CASES), (mt5, {})])
+def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
+    folder = tiny.save(make(**changes), tmp_path / "source")
+    parts, outputs, all_weights = plain(folder, STOCK[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = EncoderDecoderLayers(checkpoint, LENGTH)
         merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).layers

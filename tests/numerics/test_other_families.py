@@ -16,6 +16,8 @@ from transformers import (
     FalconConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MT5Config,
+    MT5ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -25,6 +27,7 @@ from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.transformers_classes import refusing
+from model.families.t5 import MT5_FAMILY
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
@@ -163,20 +166,26 @@ def gpt_neox(**changes):
     return randomised(AutoModelForCausalLM.from_config(config))
 
 
-def t5(**changes):
+def t5(config_class=T5Config, **changes):
     torch.manual_seed(0)
-    config = T5Config(
+    config = config_class(
         d_model=HIDDEN, d_ff=192, num_heads=N_HEADS, decoder_start_token_id=0, dropout_rate=0.0,
         **{"vocab_size": 67, "d_kv": HEAD_DIM, "num_layers": 2, **changes},
     )  # fmt: skip
     return randomised(AutoModelForSeq2SeqLM.from_config(config))
 
 
+def mt5(**changes):
+    return t5(MT5Config, **changes)
+
+
 CASES = [
     *((gpt_neox, changes) for changes in ({}, {"attention_bias": False}, {"use_parallel_residual": False})),
     *((t5, changes) for changes in ({}, {"d_kv": 24, "num_decoder_layers": 3})),
     (t5, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    *((mt5, changes) for changes in ({}, {"d_kv": 24, "num_decoder_layers": 3})),
 ]
+DECODER = {"decoder_input_ids": torch.arange(21).view(3, 7)}
 
 
 def opened(folder, model_class):
@@ -204,8 +213,8 @@ def repeated(name: str, tensor: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor.unflatten(0, (groups, -1)).repeat_interleave(N_HEADS // groups, 0).flatten(0, 1)
 
 
-OURS = {gpt_neox: GPTNeoXGQAForCausalLM, t5: T5GQAForConditionalGeneration}
-STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration}
+OURS = {gpt_neox: GPTNeoXGQAForCausalLM, t5: T5GQAForConditionalGeneration, mt5: T5GQAForConditionalGeneration}
+STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration, mt5: MT5ForConditionalGeneration}
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -224,7 +233,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     save_file(full, tmp_path / "again/model.safetensors", metadata={"format": "pt"})
     (tmp_path / "again/config.json").write_bytes((source / "config.json").read_bytes())
     parent, child = opened(tmp_path / "again", STOCK[make]), opened(tmp_path / "out", OURS[make])
-    more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}
+    more = {} if make is gpt_neox else DECODER
     assert_equal(logits(parent, **more), logits(child, **more))
 
     result = convert("verify", source, tmp_path / "out")
@@ -234,7 +243,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     assert all(torch.equal(t, after[name]) for name, t in tiny.tensors(tmp_path / "back").items())
 
 
-@pytest.mark.parametrize("make", [gpt_neox, t5])
+@pytest.mark.parametrize("make", OURS)
 def test_shape_probe_of_our_classes(convert, tmp_path, make):
     """Our class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
     source = tiny.save(make(), tmp_path / "source")
@@ -250,7 +259,7 @@ def test_shape_probe_of_our_classes(convert, tmp_path, make):
             assert plan.regrouped.keys() == {n for n, t in checkpoint.tensors.items() if t != theirs.tensors[n]}
 
 
-@pytest.mark.parametrize("make", [gpt_neox, t5])
+@pytest.mark.parametrize("make", OURS)
 def test_what_we_wrote_is_read_again(convert, tmp_path, make):
     """Merging in two steps is merging in one, up to rounding; repeating gives the same model; heads may stay."""
     source = tiny.save(make(), tmp_path / "source")
@@ -266,7 +275,7 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
         assert (second / file).read_bytes() == (ROOT / "model/remote_code" / file).read_bytes()
 
     assert convert("repeat-kv", direct, wide, "--groups", 8).code == 0
-    more = {"decoder_input_ids": torch.arange(21).view(3, 7)} if make is t5 else {}
+    more = {} if make is gpt_neox else DECODER
     assert_equal(logits(opened(direct, OURS[make]), **more), logits(opened(wide, OURS[make]), **more))
     assert convert("verify", direct, wide).code == 0
 
@@ -275,12 +284,12 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
     assert not list((tmp_path / "same").glob("modeling_*_gqa.py"))
 
 
-@pytest.mark.parametrize("make", [gpt_neox, t5])
+@pytest.mark.parametrize("make", OURS)
 def test_config_card_and_record_name_the_code(convert, tmp_path, make):
     source = tiny.save(make(), tmp_path / "source")
     assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
-    name = f"{make.__name__}_gqa"
+    name = {gpt_neox: "gpt_neox_gqa"}.get(make, "t5_gqa")
     assert config["model_type"] == name
     assert config["num_key_value_heads"] == 2
     assert config["architectures"] == [OURS[make].__name__]
@@ -289,12 +298,49 @@ def test_config_card_and_record_name_the_code(convert, tmp_path, make):
         module, _, ours = where.rpartition(".")
         assert f"class {ours}(" in (tmp_path / f"out/{module}.py").read_text(), auto_class
     changed = {"model_type", "num_key_value_heads", "architectures", "auto_map", "rotary_emb_base", "rotary_pct"}
+    changed |= {"scale_decoder_outputs"} if make is mt5 else set()
     assert {k: v for k, v in config.items() if k not in changed} == {
         k: v for k, v in before.items() if k not in changed
     }
     card = (tmp_path / "out/README.md").read_text()
     assert f"`modeling_{name}.py`" in card and "trust_remote_code=True" in card
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["geometry"]["model_type"] == name
+
+
+@pytest.mark.parametrize("tie", [True, False, ...])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_logits_of_mt5_are_not_scaled(convert, tmp_path, has_head, tie):
+    """T5's class would scale them if config.json has the tie_word_embeddings that transformers 5 writes for mT5."""
+    source = tiny.save(mt5(), tmp_path / "source")
+    tiny.edit_config(source, tie_word_embeddings=tie)
+    tensors = tiny.tensors(source)
+    for name in [name for name in tensors if is_grouped(name)]:
+        tensors[name] = repeated(name, merged(name, tensors[name], 2), 2)
+    tensors |= {"lm_head.weight": torch.randn_like(tensors["shared.weight"])} if has_head else {}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    assert_equal(
+        logits(opened(source, MT5ForConditionalGeneration), **DECODER),
+        logits(opened(tmp_path / "out", T5GQAForConditionalGeneration), **DECODER),
+    )
+
+
+def test_settings_of_mt5_that_are_left_out(convert, tmp_path):
+    """They are mT5's defaults, which the class of the output does not have."""
+    config = MT5Config(vocab_size=96, d_model=48, d_kv=8)
+    source = tiny.save(AutoModelForSeq2SeqLM.from_config(config), tmp_path / "source")
+    left_out = ("num_heads", "num_layers", "num_decoder_layers", "d_ff", "feed_forward_proj", "decoder_start_token_id")
+    tiny.edit_config(source, **dict.fromkeys((*left_out, "is_gated_act", "dense_act_fn"), ...))
+    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    child = opened(tmp_path / "out", T5GQAForConditionalGeneration).config
+    assert {name: getattr(child, name) for name in left_out} == {name: getattr(config, name) for name in left_out}
+
+
+def test_the_defaults_of_mt5_are_its_class_s():
+    defaults = MT5_FAMILY.custom_code.defaults
+    ours, theirs = MT5Config().to_dict(), T5Config().to_dict()
+    follow = {"model_type", "num_decoder_layers", "is_gated_act", "dense_act_fn"}
+    assert defaults == {key: value for key, value in ours.items() if theirs.get(key) != value and key not in follow}
 
 
 @pytest.mark.parametrize("architectures", [["GPTNeoXForTokenClassification"], [], ..., "GPTNeoXForCausalLM"])

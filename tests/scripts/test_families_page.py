@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from numerics.test_other_families import t5
+from numerics.test_other_families import mt5, t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration.layer_stream import open_checked
@@ -48,13 +48,14 @@ def how_trained(family: str, folder: Path) -> str:
     return "own code" if family in NATIVE_FAMILIES else "yes"
 
 
-@pytest.mark.parametrize("family", ["falcon", "gpt_neox", "mpt", "t5"])
+@pytest.mark.parametrize("family", ["falcon", "gpt_neox", "mpt", "mt5", "t5"])
 def test_rows_of_families_with_tests_of_their_own(convert, tmp_path, family):
     """See tests/numerics/test_other_families.py and test_custom_code.py."""
     assert family not in tiny.STOCK
-    which = {"falcon": "fit, to one K/V head", "t5": "fit (the decoder)"}
+    which = {"falcon": "fit, to one K/V head", "mt5": "fit (the decoder)", "t5": "fit (the decoder)"}
     assert ROWS[family][0] == which.get(family, "fit")
-    model = t5(vocab_size=300) if family == "t5" else tiny.build(family, vocab_size=300, hidden_size=64)
+    make = {"mt5": mt5, "t5": t5}.get(family)
+    model = make(vocab_size=300) if make else tiny.build(family, vocab_size=300, hidden_size=64)
     source = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
     result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", tiny.few(family), "--dry-run")
     assert result.code == 0, result.err

@@ -55,6 +55,14 @@ def test_settings_of_fsdp_that_would_not_be_obeyed(monkeypatch, name, value, pro
         make_accelerator("fp32", ())
 
 
+def test_compilation_by_the_launcher(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(InputError, match=r"ACCELERATE_DYNAMO_BACKEND=INDUCTOR .* the option --compile in its place"):
+        make_accelerator("fp32", ())
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # as `accelerate launch` sets it
+    assert make_accelerator("fp32", ()).num_processes == 1
+
+
 def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     """As with `srun --gpus-per-task=1`."""
     asked = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import real_runs
 import tiny
+import torch
 from safetensors_headers import write_headers
 
 from model.checkpoint import TensorInfo
@@ -22,6 +23,8 @@ from uptrain.budget.memory import (
 from uptrain.budget.memory_fit import first_that_fits, micro_batch_sizes
 from uptrain.budget.parameter_counts import count_parameters
 from uptrain.runs import device_memory
+from uptrain.training.models import load_student, load_teacher
+from uptrain.training.sharing import equal_tensors, share, shareable
 
 QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
 
@@ -99,6 +102,25 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
 def test_what_the_merge_changed_is_not_shared():
     needed = models(changed=QKVO).memory(MemoryOptions("kv", 1))
     assert needed.teacher - needed.shared == 2 * 32 * 4 * 4096**2
+
+
+@pytest.mark.parametrize("part", ["attention", "lora"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma", "gemma2", "gemma3_text", "gpt_oss"])
+def test_frozen_parameters_take_what_their_modules_hold(tmp_path, convert, family, tied, part):
+    """Norms, scaled embeddings and joined experts of transformers' classes are float32, and the teacher has its own."""
+    parent = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / "parent", "bfloat16")
+    model = tmp_path / "model"
+    assert convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).code == 0
+    student = load_student(model, part, 4)
+    needed = MemoryEstimator.read(model, parent, 32, lora_rank=4).memory(MemoryOptions(part, 1))
+    parameters = list(student.parameters())
+    assert needed.frozen == sum(p.nbytes for p in parameters if not p.requires_grad)
+    assert needed.masters == sum(p.nbytes for p in parameters if p.requires_grad)
+    owners = shareable(student, equal_tensors(model, part, parent), torch.bfloat16)
+    teacher = load_teacher(parent, "bf16", skip=owners)
+    assert needed.teacher == sum(p.nbytes for p in load_teacher(parent, "bf16").parameters())
+    assert needed.shared == share(owners, teacher, torch.bfloat16)
 
 
 def test_a_7b_fits_where_it_should():

@@ -15,6 +15,7 @@ from limits import few_files
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
 from tiny_tokenizers import make_tokenizer
 
+from uptrain import teach as teach_module
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
@@ -58,6 +59,29 @@ def test_with_all_tokens_the_run_is_that_of_the_live_teacher(inputs, teach, tmp_
     assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) <= 1e-6
     few = teach(tmp_path / "few", "--top-k", 4)
     assert abs(train(inputs, tmp_path / "fewer", few, "--loss", loss, steps=4)[0] - live[0]) > 1e-6
+
+
+def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tmp_path, monkeypatch):
+    """Whole batches of large vocabularies would take many gigabytes. The logits are the same but for rounding."""
+    parent = tiny.save(tiny.build("phi", vocab_size=VOCAB), tmp_path / "phi")
+    cache, values, n_windows, real = TokenCache.open(inputs["data"]), [], [], teach_module.whole_logits
+
+    def counted(model, batch):
+        n_windows.append(len(batch.ids_BT))
+        return real(model, batch)
+
+    monkeypatch.setattr(teach_module, "whole_logits", counted)
+    for limit, most in ((1 << 28, cache.n_windows), (2 * 32 * VOCAB, 2), (1, 1)):
+        monkeypatch.setattr(teach_module, "WHOLE_LOGITS", limit)
+        n_windows.clear()
+        out = tmp_path / f"{limit}"
+        assert uptrain(*teach_arguments({**inputs, "parent": parent}, out, "--top-k", VOCAB)).code == 0
+        assert (max(n_windows), sum(n_windows)) == (most, cache.n_windows)
+        logits, ids = teacher_logits.TeacherLogits.open(out, cache).read(np.arange(cache.n_windows))
+        order = ids.argsort(axis=-1)  # rounding may change the order of the top
+        values.append(np.take_along_axis(logits[..., :-1], order, axis=-1))
+    for each in values[1:]:
+        np.testing.assert_allclose(each, values[0], rtol=0, atol=1e-5)
 
 
 def test_shards_in_bfloat16_do_not_round_the_logits(inputs, teach, tmp_path):

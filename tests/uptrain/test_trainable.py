@@ -138,6 +138,23 @@ def test_layouts_train_alike(inputs, tmp_path, part):
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("part", ["attention", "lora"])
+def test_shards_can_use_flash_attention(inputs, tmp_path, part):
+    """It needs states in bfloat16. FSDP2 rounds them in any case, so nothing else changes."""
+    jobs = [
+        {
+            "arguments": arguments(inputs, tmp_path / name, "--trainable", part, "--precision", "bf16", steps=4),
+            "wide": name == "float32",
+            "dtypes": str(tmp_path / f"{name}.json"),
+        }
+        for name in ("bfloat16", "float32")
+    ]
+    drive(jobs, 1, True)
+    for name in ("bfloat16", "float32"):
+        assert json.loads((tmp_path / f"{name}.json").read_text()) == [f"torch.{name}"]
+    assert_same_run(tmp_path / "bfloat16", tmp_path / "float32")
+
+
 def test_extended_run_trains_the_same_part(inputs, tmp_path):
     short, longer, straight = tmp_path / "short", tmp_path / "longer", tmp_path / "straight"
     jobs = [

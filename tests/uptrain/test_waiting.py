@@ -172,13 +172,13 @@ def test_an_error_comes_when_its_item_is_due():
         next(ahead)
 
 
-@pytest.mark.parametrize(("device", "pinned"), [("cuda:1", True), ("cpu", False)])
-def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch, device, pinned):
+@pytest.mark.parametrize(("device", "is_cuda"), [("cuda:1", True), ("mps", False), ("cpu", False)])
+def test_only_copies_to_cuda_start_from_pinned_memory_and_do_not_block(monkeypatch, device, is_cuda):
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pin") or tensor)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: calls.append((*where, how)) or tensor)
     batch._copy(torch.zeros(2), torch.device(device))
-    assert calls == [*["pin"] * pinned, (torch.device(device), {"non_blocking": True})]
+    assert calls == [*["pin"] * is_cuda, (torch.device(device), {"non_blocking": True} if is_cuda else {})]
 
 
 def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
-"""Estimate the memory of a device from file headers, by a formula that is part of the output. Needs no torch.
+"""Estimate the memory of a device from file headers, by a formula that is part of the output.
 
-Of a teacher, some rows are read too: parameters that equal the student's are in memory once.
+Of a teacher, some rows are read too: parameters that equal the student's are in memory once. Only classes of
+transformers need torch: their modules say which frozen parameters are float32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from uptrain.budget.parameter_counts import (
     without_buffers,
 )
 from uptrain.training.choices import DEFAULT_RANK
-from uptrain.training.parts import common_dtype, part_pattern
+from uptrain.training.parts import common_dtype, knows_attention, part_pattern
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes of a trained parameter: float32 weight and gradient."""
@@ -45,12 +46,13 @@ WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 """The same where all logits are there at once, with their log-softmax and its gradient."""
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
-    "(their bfloat16 copies; none where sharded) + the frozen parameters in the model's dtype + 2 bytes x the "
-    "teacher's parameters, without those that equal frozen ones (all / devices where sharded) + activations of the "
-    "micro-batch + a chunk of the LM head's logits + 4 bytes x the LM head's parameters if they are trained (their "
-    "gradient in the loss); where sharded, also the embedding, the LM head and two layers gathered, and the gradients "
-    "that are reduced: 8 bytes x the trained parameters of a layer in addition to the activations, or of the embedding "
-    "and the LM head without them, if that is more. Not counted: buffers, and what allocators lose."
+    "(their bfloat16 copies; none where sharded) + the frozen parameters in the model's dtype (in float32 where "
+    "transformers' classes cannot cast them: norms, scaled embeddings, joined experts) + 2 bytes x the teacher's "
+    "parameters, without those that equal frozen ones in the model's dtype (all / devices where sharded) + activations "
+    "of the micro-batch + a chunk of the LM head's logits + 4 bytes x the LM head's parameters if they are trained "
+    "(their gradient in the loss); where sharded, also the embedding, the LM head and two layers gathered, and the "
+    "gradients that are reduced: 8 bytes x the trained parameters of a layer in addition to the activations, or of the "
+    "embedding and the LM head without them, if that is more. Not counted: buffers, and what allocators lose."
 )
 
 
@@ -76,7 +78,7 @@ class Memory:
     """Bytes of one device that holds everything."""
 
     frozen: int
-    """Parameters that are not trained, in the model's dtype."""
+    """Parameters that are not trained: in the model's dtype, or float32 where their modules cannot cast them."""
     masters: int
     copies: int
     """bfloat16 copies of the trained parameters."""
@@ -124,6 +126,8 @@ class MemoryEstimator:
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora_rank: int = DEFAULT_RANK
+    wide: frozenset[str] = frozenset()
+    """The tensors that are float32 even if they are frozen. A teacher has its own."""
 
     @classmethod
     def read(
@@ -144,9 +148,10 @@ class MemoryEstimator:
                 f"the memory of model_type {config.get('model_type')!r} cannot be estimated: its config.json has no "
                 "intermediate_size. `uptrain run` says whether it can be trained."
             )
-        wide = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
+        inner = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
-        return cls(tensors, taught, same, config, sizes, wide, seq_len, precision, optimizer, lora_rank)
+        wide = _read_wide(model, config)
+        return cls(tensors, taught, same, config, sizes, inner, seq_len, precision, optimizer, lora_rank, wide)
 
     def trained(self, part: str) -> list[TensorInfo]:
         """Return the parameters that are trained. Raises InputError if the model does not have the part."""
@@ -158,18 +163,20 @@ class MemoryEstimator:
     def memory(self, chosen: MemoryOptions) -> Memory:
         """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
-        Tensors of the teacher count as shared if they are in `same` and frozen.
+        Tensors of the teacher count as shared if they are in `same`, frozen, and not `wide`.
         """
         pattern, width = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = self.trained(chosen.trainable)
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
-        same = {tensor for tensor in frozen if tensor.name in self.same}
+        wide = {tensor for tensor in frozen if tensor.name in self.wide}
+        same = {tensor for tensor in frozen if tensor.name in self.same} - wide
+        stored = BITS[common_dtype(self.tensors)] // 8
         activations, logits = tokens * self._activation_bytes(chosen), self._logits(tokens)
         head = count_head(trained) if is_native(self.config) else 0
         logits += GRADIENT_BYTES * head
         return Memory(
-            frozen=count_parameters(frozen) * BITS[common_dtype(self.tensors)] // 8,
+            frozen=stored * count_parameters(set(frozen) - wide) + MASTER_BYTES * count_parameters(wide),
             masters=MASTER_BYTES * n_trained,
             copies=width * n_trained if self.precision == "bf16" else 0,
             gradients=GRADIENT_BYTES * n_trained,
@@ -196,7 +203,7 @@ class MemoryEstimator:
     def _adapters(self) -> Iterator[TensorInfo]:
         """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
         for tensor in self.tensors:
-            if layer_of(tensor) is not None and len(tensor.shape) == 2:
+            if layer_of(tensor) is not None and len(tensor.shape) == 2 and tensor.name not in self.wide:
                 n_out, n_in = tensor.shape
                 yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
                 yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
@@ -245,6 +252,15 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
         taught = without_buffers(theirs.tensors.values())
         alike = [tensor for tensor in taught if own.tensors.get(tensor.name) == tensor]
         return taught, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
+
+
+def _read_wide(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return `MemoryEstimator.wide`. It depends on the modules of transformers' classes, which need torch."""
+    if is_native(config) or not knows_attention(config):
+        return frozenset()
+    from uptrain.training.models import float32_names
+
+    return float32_names(model)
 
 
 def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: TensorInfo) -> bool:

@@ -70,7 +70,7 @@ def read_state(checkpoint: Path) -> State:
 
 
 def is_kept(checkpoint: Path) -> bool | None:
-    """Return whether rotation must keep a checkpoint; None if its state is unreadable, which makes it useless."""
+    """Return whether a checkpoint is marked to extend the run from; None if its state is unreadable."""
     try:
         return bool(read_state(checkpoint)["keep"])
     except InputError:

@@ -31,7 +31,6 @@ from uptrain.checkpoints.files import (
     checksum,
     find_damage,
     folder_name,
-    is_kept,
     list_checkpoints,
     read_state,
     step_of,
@@ -82,7 +81,7 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)  # what is being read on a network disk goes at a later start
 
     def save(self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
-        """Write the checkpoint of `state["step"]`; `keep` exempts it from rotation.
+        """Write the checkpoint of `state["step"]`; `keep` marks the one to extend the run from.
 
         Raises SaveError on all ranks if any of them failed, with the existing checkpoints unchanged.
         """
@@ -102,8 +101,8 @@ class CheckpointStore:
     def rotate(self, newest: int, decay_start: int | None) -> str:
         """Remove checkpoints before step `newest`, except the last `keep_last` and the one to extend the run from.
 
-        That one is marked. If it could not be saved, it is the last one before the decay. Return an error, or "". Some
-        network file systems do not remove a file while it is read; the next start removes it then.
+        That is the last one up to `decay_start`, where saving may have failed. Return an error, or "". Some network
+        file systems do not remove a file while it is read; the next start removes it then.
         """
         return on_main(self._accelerator, lambda: self._rotate(newest, decay_start))
 
@@ -174,10 +173,9 @@ class CheckpointStore:
                 if damaged.exists():
                     _remove(damaged)
                 steps = [step for step in steps if folder_name(step) != damaged.name]
-            kept = [step for step in steps if is_kept(self.folder / folder_name(step))]
-            kept = kept or [step for step in steps if decay_start is not None and step <= decay_start]
+            before_decay = [step for step in steps if decay_start is not None and step <= decay_start]
             for step in steps[: -self._keep_last]:
-                if step not in kept[-1:]:  # `extend` copies one, which is of no use once the longer run has its own
+                if step not in before_decay[-1:]:
                     _remove(self.folder / folder_name(step))
         except OSError as error:
             return str(error)

@@ -102,9 +102,13 @@ class Batch:
 
 
 def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor of the host to a device, without waiting if that is a GPU."""
-    pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+    """Copy a tensor of the host to a device, without waiting if that is a GPU of CUDA.
+
+    Apple's MPS would read the tensor later, when its memory may be free again (pytorch/pytorch#189690).
+    """
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def micro_batches(

@@ -82,6 +82,12 @@ def make_accelerator(
         raise InputError(
             "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
         )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":  # accelerate would compile the whole model, which renames its parameters
+        raise InputError(
+            f"the launcher sets ACCELERATE_DYNAMO_BACKEND={backend} (dynamo_backend), which is not supported; set it "
+            "to no, and give `uptrain run` the option --compile in its place."
+        )
     if sharded:
         _refuse_fsdp_settings()
     accelerator = Accelerator(

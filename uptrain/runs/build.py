@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
+from model.decoder.llama import LlamaForCausalLM
 from uptrain.budget.vocabularies import check_teacher
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
-from uptrain.distributed.fsdp import broadcast_weights, load_on_main, place_teacher
+from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
 from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
 from uptrain.runs.folder import CHECKPOINTS, METRICS
@@ -33,6 +35,7 @@ from uptrain.training.models import (
 from uptrain.training.module import STUDENT, LossModule, blocks
 from uptrain.training.optimizer import make_optimizer
 from uptrain.training.sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
+from uptrain.training.trainable import set_state_dtype
 
 
 def build_initial(
@@ -72,6 +75,9 @@ def build(
     logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
     if logits is not None:
         check_teacher_logits(logits, vocab_size)
+    if is_sharded(accelerator) and settings.precision == "bf16" and isinstance(student, LlamaForCausalLM):
+        # There is no autocast then. FSDP2 rounds what enters a layer, after the dtype has chosen how to attend.
+        set_state_dtype(student, torch.bfloat16)
     layers = blocks(student)
     if settings.compile:
         compile_layers(layers)

@@ -23,7 +23,7 @@ from model.families import is_native
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.lora import add_adapters
 from uptrain.training.parts import common_dtype, part_pattern
-from uptrain.training.trainable import choose_trainable, set_dtypes, set_dtypes_of_undefined
+from uptrain.training.trainable import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
 
 
 def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
@@ -155,6 +155,17 @@ def frozen_names(folder: Path, part: str) -> dict[str, str]:
     """Return the entries of `stored_names` that are not trained."""
     pattern = part_pattern(part, read_config(folder)[1])
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
+
+
+def float32_names(folder: Path) -> frozenset[str]:
+    """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
+
+    Their modules in transformers cannot cast them: norms, scaled embeddings, and experts in one tensor.
+    """
+    if is_native(read_config(folder)[1]):
+        return frozenset()
+    wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
+    return frozenset(stored[name.removeprefix("theirs.")] for name in wide)
 
 
 def tensor_names(folder: Path) -> tuple[tuple[str, ...], str]:

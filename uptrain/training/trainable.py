@@ -76,6 +76,13 @@ def set_dtypes_of_undefined(student: LanguageModel, frozen_dtype: torch.dtype) -
             parameter.data = torch.empty_like(parameter.data, dtype=dtype)
 
 
+def uncast_names(student: LanguageModel) -> list[str]:
+    """Return the names of the parameters that stay float32 even if nothing is trained."""
+    dtypes = _dtypes(student.requires_grad_(False), torch.bfloat16)
+    names = (name for name, _ in student.named_parameters())
+    return [name for name, (_, dtype) in zip(names, dtypes, strict=True) if dtype == torch.float32]
+
+
 def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.Parameter, torch.dtype]]:
     wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
@@ -83,6 +90,13 @@ def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.
         if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
             wide |= {id(parameter) for parameter in own}
     return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
+
+
+def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
+    """Let frozen embeddings return states in `dtype`."""
+    for module in student.modules():
+        if isinstance(module, FrozenEmbedding):
+            module.state_dtype = dtype
 
 
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:

@@ -1,0 +1,20 @@
+"""Classes of transformers, built from a checkpoint's config."""
+
+import copy
+
+import pytest
+
+from model.decoder.transformers_classes import build_empty_model
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_config_stays_as_it_was_read(key):
+    """Its class writes the base of RoPE into the object inside."""
+    config = {
+        "model_type": "qwen3", "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "rope_theta": 1e6,
+        key: {"rope_type": "linear", "factor": 2.0},
+    }  # fmt: skip
+    before = copy.deepcopy(config)
+    assert build_empty_model("qwen3", config, "the folder").config.rope_parameters["factor"] == 2.0
+    assert config == before
