@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from model.common.checks import LARGEST_COUNT
-from model.common.command_options import PathType, SizeType, json_option, pop_fields
+from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.counts import format_count
@@ -42,7 +42,12 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
 @seq_len_option
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
-    "--processes", type=click.IntRange(1, LARGEST_COUNT), default=1, show_default=True, help="Devices to train on."
+    "--processes",
+    type=WholeNumber(1, LARGEST_COUNT),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Devices to train on.",
 )
 @optimizer_option
 @click.option(
