@@ -25,7 +25,7 @@ from model.common import plot_style
 from model.common.plot_style import INK, MUTED, PAGE, PLOT_STYLE, SERIES
 from scripts.study.results import (
     BETTER,
-    TODAY,
+    REFITTED_ONCE,
     WEAK,
     Result,
     Seeds,
@@ -81,7 +81,7 @@ PLACES = (
     ("smollm2", 1, "SmolLM2 3 → 1", INK, INK, "*"),
 )
 TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
-"""The plans that have the default merge as it is now. All other merges were calibrated on less text, of one kind."""
+"""The plans that have the default merge. All other merges were calibrated on less text, of one kind."""
 UNREFINED_ARMS = {"behaviour": "not refined"}
 """Plan → its name of the unrefined default, where it is not `unrefined`."""
 CURVES = (
@@ -90,7 +90,7 @@ CURVES = (
     ("fit-refit", "distill", "former default, distilled", BLUE, "o", ":"),
     ("parent", "next-token", "the control: the parent, trained further", MUTED, "d", "-."),
 )
-TODAYS_CURVE = (TODAY["refine_longer"], "distill", "default, distilled: attention", GREEN, "^", ":")
+TODAYS_CURVE = (REFITTED_ONCE["refine_longer"], "distill", "default, distilled: attention", GREEN, "^", ":")
 DEFAULT_BY_TOKENS = ("unrefined", "refined 65536", "refined 262144")
 DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
@@ -367,7 +367,7 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
     outside = plan if plan == "smollm2" else None
     if arm in (DEFAULT, UNREFINED):
         plan = TODAYS_PLANS.get(plan, plan)
-        arm = (TODAY if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
+        arm = (REFITTED_ONCE if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
     lines = [line for line in results[plan] if line["groups"] == groups and outside in (None, line["parent"])]
     return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
 

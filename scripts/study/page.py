@@ -36,6 +36,7 @@ from scripts.study.plan import PLANS, PlanError
 from scripts.study.record import add_distilled, add_lines, record_parents
 from scripts.study.results import (
     BETTER,
+    REFITTED_ONCE,
     TODAY,
     WEAK,
     Result,
@@ -111,6 +112,7 @@ def renewed(page: str, results: Path) -> str:
             "twenty": lambda folder: by_heads(read(folder / "twenty.jsonl")),
             "twenty_distance": lambda folder: distances(read(folder / "twenty.jsonl"), LONGEST_TRAINED),
             "tokens_per_parameter": tokens_per_parameter,
+            "larger": lambda folder: by_heads(read(folder / "larger.jsonl")),
             "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
             "families": lambda folder: by_parent(read(folder / "families.jsonl")),
             "families_text_kinds": lambda folder: text_kinds_by_parent(read(folder / "families_text_kinds.jsonl")),
@@ -145,9 +147,11 @@ def renewed(page: str, results: Path) -> str:
 
 LONGEST_TRAINED: tuple[tuple[str, Stage], ...] = (
     PAPERS,
+    ("mean", (0.01, "distill")),
     *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
 )
-"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe and the default."""
+"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
+the default."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
@@ -160,7 +164,7 @@ def tokens_per_parameter(results: Path) -> str:
         cells = []
         for groups in (4, 2, 1):
             heads = [line for line in lines if line["groups"] == groups]
-            own = [line for line in heads if line["arm"] == TODAY[plan]]
+            own = [line for line in heads if line["arm"] == REFITTED_ONCE[plan]]
             cells.append(f"{show(gaps(own), '{:.3f}')}, {show(shares(own, heads), '{:.1%}')}")
         loss = of_seeds(lines, "parent_loss")
         rows.append([tokens, str(len(loss)), show(loss, "{:.3f}"), *cells])
