@@ -6,6 +6,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 from tiny_tokenizers import make_tokenizer
 from torch_files import LFS_POINTER
 
@@ -382,3 +383,43 @@ def test_a_shard_of_very_many(prepare, tmp_path):
     for shard in ("1/" + "9" * 5000, "5/" + "9" * 21):
         prepare(tmp_path / "a.jsonl", options=("--shard", shard)).refused("is not I/N with I from 1 to N")
     assert not list(tmp_path.glob(".out*"))
+
+
+# A tokenizer that gives up
+
+
+@pytest.fixture
+def giving_up(tmp_path):
+    """Return a tokenizer whose regular expression takes too many steps on HOPELESS, where its library panics."""
+    folder = make_tokenizer(tmp_path / "tokenizer-of-many-steps")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": r"(?:\w+\w+)+(?:;|,)"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+HOPELESS = "a" * 42 + " ,"
+
+
+def test_text_on_which_the_tokenizer_gives_up(uptrain, tmp_path, giving_up):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 800 + line(HOPELESS) + line() * 1200)
+    arguments = ("prepare", "--data", path, "--tokenizer", giving_up, "--seq-len", 8, "--out", tmp_path / "out")
+    reason = "the tokenizer cannot encode the text (Onig: Regex search error: retry-limit-in-match over)"
+    uptrain(*arguments).refused(f"Error: {path}:801: {reason}; correct it, or skip such records")
+    result = uptrain(*arguments, *SKIP)
+    assert result.code == 0, result.err
+    manifest = TokenCache.open(tmp_path / "out").manifest
+    assert (manifest.n_documents, manifest.sources[0]["skipped"]) == (2000, 1)
+
+
+def test_calibration_text_on_which_the_tokenizer_gives_up(convert, tmp_path, giving_up):
+    folder = tiny.save(tiny.build(vocab_size=302), tmp_path / "source")
+    (folder / "tokenizer.json").write_bytes((giving_up / "tokenizer.json").read_bytes())
+    (tmp_path / "a.jsonl").write_bytes(line(HOPELESS))
+    fixed = ("--groups", 2, "--method", "fit", "--calibration", tmp_path / "a.jsonl", "--calibration-tokens", 1024)
+    convert("mha-to-gqa", folder, tmp_path / "out", *fixed).refused(
+        f"the tokenizer of {folder} cannot read the calibration text (Onig: Regex search error"
+    )
+    assert not list(tmp_path.glob("*out*"))
