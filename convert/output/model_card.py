@@ -16,12 +16,13 @@ from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
 
+MODEL_CARD = "README.md"
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 
 def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     """Return `README.md`: the source's own card, unchanged, followed by a section on the conversion."""
-    source = checkpoint.side_files.get("README.md")
+    source = checkpoint.side_files.get(MODEL_CARD)
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
     card = source or _front_matter(origin, _tags(plan)).encode()
