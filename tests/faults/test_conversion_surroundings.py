@@ -222,6 +222,14 @@ def test_a_reader_that_leaves_changes_no_exit_code(source, tmp_path, groups, cod
     assert (tmp_path / "out").exists() == (code == 0)
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("mha-to-gqa", "--help")])
+def test_a_reader_of_help_that_leaves(arguments):
+    process = program(*arguments)
+    process.stdout.close()
+    with process.stderr:
+        assert (process.wait(), process.stderr.read()) == (0, "")
+
+
 def test_a_terminal_of_few_characters(source, tmp_path):
     arguments = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
     out, err = (process := program(*arguments, PYTHONIOENCODING="ascii")).communicate()

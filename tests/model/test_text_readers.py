@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from model.texts import READERS, Problem, find_reader, format_of
+from model.texts import READERS, Problem, find_reader, format_of, jsonl
 from model.texts.columns import documents, refusing_damage
 from model.texts.jsonl import parse
 from model.texts.record import BLANK, EMPTY, NULL, token_ids
@@ -166,6 +166,24 @@ def test_jsonl_line_that_is_no_document(line, problem):
         assert parsed.reason.startswith(problem)
     else:
         assert parsed == problem
+
+
+def test_jsonl_line_of_very_many_objects(monkeypatch):
+    """Each takes thirty times as much memory as text. Brackets in strings are no objects."""
+    monkeypatch.setattr(jsonl, "MAX_CONTAINERS", 100)
+    reason = "more than 100 objects and lists in one record"
+    for many in (b"{}," * 100 + b"{}", b"[" * 101 + b"]" * 101, b'"' + b"{" * 101):
+        assert parse(b'{"a": [' + many + b'], "text": "x"}\n', "text").bad
+    assert parse(b'{"a": [' + b"{}," * 100 + b'{}], "text": "x"}', "text") == (reason, True)
+    assert parse(b'{"a": [' + b"[]," * 97 + b'{}], "text": "x"}', "text") == "x"
+    text = '{["\\' * 101
+    assert parse(json.dumps({"text": text}).encode(), "text") == text
+
+
+def test_jsonl_fields_of_very_long_names():
+    problem = parse(json.dumps({"a" * 5_000_000: 1, "b": 2}).encode(), "text")
+    assert len(problem.reason) < 200
+    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; rename the field")
 
 
 def test_jsonl_line_that_is_a_document():
