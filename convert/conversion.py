@@ -47,10 +47,7 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     source = checkpoint.path.resolve()
     check_name(Path(source.name), "SOURCE")
     check_out(out)
-    try:
-        out = out.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
+    out = out.resolve()
     if out.is_mount():
         raise CheckpointError(f"OUT ({out}) is a mount point, which cannot be replaced; name a folder inside it.")
     if lies_in(out, source):

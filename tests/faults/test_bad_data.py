@@ -202,6 +202,10 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
+        ("deep", ["state.json is damaged (RecursionError"]),
+        ("deep dict", ["dataset_dict.json is damaged (RecursionError"]),
+        ("no names", ["dataset_dict.json is damaged (splits)"]),
+        ("no splits", ["dataset_dict.json is damaged (splits)"]),
         ("missing", ["missing/data.arrow cannot be read: it is missing"]),
         ("clone", ["clone/a.txt is a git-lfs pointer, not the text itself; run `git lfs pull`"]),
     ],
@@ -214,6 +218,10 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
         "mixed": {"a.jsonl": "", "b.txt": ""},
         "dict": {"dataset_dict.json": '{"splits": ["train", "test"]}'},
         "torn": {"state.json": "{"},
+        "deep": {"state.json": "[" * 100_000},
+        "deep dict": {"dataset_dict.json": "[" * 100_000},
+        "no names": {"dataset_dict.json": '{"splits": [5]}'},
+        "no splits": {"dataset_dict.json": '{"splits": []}'},
         "missing": {"state.json": '{"_data_files": [{"filename": "data.arrow"}]}'},
         "clone": {"a.txt": LFS_POINTER},
     }.items():
@@ -240,6 +248,25 @@ def test_a_folder_of_texts_with_links(prepare, tmp_path):
         make(folder / name)
         prepare(folder).refused(words)
         (folder / name).unlink()
+
+
+def test_folders_within_folders(prepare, tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "/".join("a" * 64)).mkdir(parents=True)
+    (folder / "/".join("a" * 64) / "a.jsonl").write_bytes(line())
+    assert prepare(folder).code == 0
+    (folder / "/".join("a" * 65)).mkdir()
+    prepare(folder).refused(f"{folder} holds folders more than 64 levels deep; move them elsewhere")
+
+
+def test_out_that_cannot_be_read(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    (tmp_path / "out").symlink_to("out")
+    prepare(tmp_path / "a.jsonl").refused(f"OUT ({tmp_path}/out) is not a usable path: Symlink loop")
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/inputs.sha256").write_bytes(b"\xff")
+    prepare(tmp_path / "a.jsonl").refused("out exists, and is no token cache")
 
 
 def test_a_share_of_less_than_a_token(prepare, tmp_path):

@@ -332,6 +332,25 @@ def test_a_folder_where_a_file_is_written(convert, source, tmp_path, monkeypatch
     assert left_behind(tmp_path) == []
 
 
+def test_folders_within_folders_of_the_source(convert, source, tmp_path):
+    (source / "/".join("a" * 64)).mkdir(parents=True)
+    options = ("--groups", 2, "--method", "mean")
+    assert convert("mha-to-gqa", source, tmp_path / "out", *options, "--dry-run").code == 0
+    (source / "/".join("a" * 65)).mkdir()
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("folders more than 64 levels deep")
+
+
+def test_a_shard_of_the_longest_name(convert, source, tmp_path):
+    name = f"{'x' * 243}.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    index = {"weight_map": dict.fromkeys(tiny.tensors(source), name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / name).is_file()
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
 def test_a_model_card_of_more_than_can_be_read(convert, source, tmp_path, monkeypatch):
     monkeypatch.delattr("convert.conversion.write_shards")
     os.truncate(source / "README.md", 100_000_001)

@@ -323,6 +323,34 @@ def test_columns_of_other_types(tmp_path, name, column, values, message):
         read_all(name, path)
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_arrow_unpacks_no_other_column(tmp_path, is_file):
+    """A file of 30 KB can hold columns of a gigabyte."""
+    path, table = tmp_path / "a.arrow", pa.table({"zeros": pa.array([bytes(1 << 26)] * 2), "text": ["a", "b"]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    new = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=1)
+    assert path.stat().st_size < 100_000
+    whole, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(counted)
+    try:
+        reader = find_reader("arrow")
+        read = [each.document for piece in reader.split(str(path), 1) for each in reader.read(piece, "text")]
+    finally:
+        pa.set_memory_pool(whole)
+    assert read == ["a", "b"]
+    assert counted.max_memory() < 1 << 20
+
+
+@COLUMNAR
+def test_columns_whose_names_are_not_utf_8(tmp_path, name):
+    path = columns_of(tmp_path / f"a.{name}", [pa.table({"naive": [1], "text": ["a"]})], name)
+    path.write_bytes(path.read_bytes().replace(b"naive", b"na\xefve"))
+    with pytest.raises(InputError, match=rf"a\.{name} is damaged or cut off"):
+        read_all(name, path)
+
+
 @pytest.mark.parametrize("column", ["text", "input_ids"])
 def test_two_columns_of_one_name(tmp_path, column):
     values = pa.array([[1]] if column == "input_ids" else ["a"])
