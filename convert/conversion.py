@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from convert.calibration_text.read import pack
@@ -14,13 +14,20 @@ from convert.latent.recipe import LatentRecipe
 from convert.merging.recipe import Recipe
 from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
-from convert.output.model_card import model_card
+from convert.output.model_card import MODEL_CARD, model_card
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS, INDEX, SKIPPED_FOLDERS, is_uptrain_output, json_text
+from model.checkpoint.hf_folder import (
+    CALIBRATION_TOKENS,
+    INDEX,
+    OWN_FILES,
+    SKIPPED_FOLDERS,
+    is_uptrain_output,
+    json_text,
+)
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
@@ -40,10 +47,7 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     source = checkpoint.path.resolve()
     check_name(Path(source.name), "SOURCE")
     check_out(out)
-    try:
-        out = out.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
+    out = out.resolve()
     if out.is_mount():
         raise CheckpointError(f"OUT ({out}) is a mount point, which cannot be replaced; name a folder inside it.")
     if lies_in(out, source):
@@ -110,7 +114,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
     """
     check_disk_space(plan, checkpoint, staging)
-    config_json.copied_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
+    _check_side_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
     requested, before = plan, fingerprint(checkpoint, plan)
     with _resumable(staging, before), prefix_path(checkpoint.config_folder):
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
@@ -200,6 +204,20 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> 
             calibrate_layers(checkpoint, plan.layers, text, folder, progress)
 
 
+def _check_side_files(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raise CheckpointError for files of the source that cannot be copied, or lie where another file is written."""
+    copied = config_json.copied_files(checkpoint, plan)
+    model_card(checkpoint, plan, origin_of(checkpoint.path))
+    written = {*copied, *OWN_FILES, INDEX, MODEL_CARD, *(shard.name for shard in plan.shards)}
+    for name in copied:
+        for folder in PurePosixPath(name).parents:
+            if str(folder) in written:
+                raise CheckpointError(
+                    f"{checkpoint.config_folder / folder} is a folder, but OUT has a file of that name; rename it or "
+                    "move it away."
+                )
+
+
 def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
     """Write every file except the weights; return the content of `groupwise.json`."""
     folder = staging.folder
@@ -211,7 +229,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
         **({} if index is None else {INDEX: index}),
         **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),
         CONVERSION_RECORD: json_text(record),
-        "README.md": model_card(checkpoint, plan, origin_of(checkpoint.path)),
+        MODEL_CARD: model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }
     for name, content in files.items():
         copy_file(content, folder / name)

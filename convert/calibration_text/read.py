@@ -26,6 +26,7 @@ from model.common.errors import CheckpointError, InputError
 from model.common.files import copy_file, write_file
 from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
 from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES, WHOLE, has_tokenizer, open_tokenizer
+from model.common.tokenizer_errors import refusing_tokenizer_errors
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.sources import TextFiles, find_files
@@ -59,7 +60,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if min(shape) < 1 or not text.n_tokens <= MAX_TOKENS:
+    if min(shape) < 1 or not text.n_tokens <= MAX_TOKENS or text.window > LONGEST_WINDOW:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
@@ -148,10 +149,8 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
         tokenizer = _without_tokenizer_json(checkpoint)
     else:
         text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
-        try:
+        with refusing_tokenizer_errors(f"{checkpoint.path}/{WHOLE} is damaged", CheckpointError):
             tokenizer = Tokenizer.from_str(text.decode())
-        except Exception as error:  # the library raises no narrower class
-            raise CheckpointError(f"{checkpoint.path}/{WHOLE} is damaged ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -213,12 +212,9 @@ def _bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
 
 
 def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
-    try:
+    message = f"the tokenizer of {checkpoint.path} cannot read the calibration text"
+    with refusing_tokenizer_errors(message, UnsupportedMethodError):
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    except Exception as error:  # the library raises no narrower class
-        raise UnsupportedMethodError(
-            f"the tokenizer of {checkpoint.path} cannot read the calibration text ({error})."
-        ) from error
     return ids
 
 

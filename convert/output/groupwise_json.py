@@ -11,6 +11,7 @@ from typing import Any
 from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import json_text
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
@@ -97,7 +98,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
         _check(content)
-    except InputError as error:
+        json_text(content)  # raises for halves of a surrogate pair, which no file can hold
+    except (InputError, UnicodeEncodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     if content["schema"] != SCHEMA:
         raise CheckpointError(f"{path} has schema {content['schema']}; this version understands {SCHEMA}.")

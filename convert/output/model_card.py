@@ -16,6 +16,7 @@ from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, UPTRAINING_RECORD, read_bytes_up_to
 
+MODEL_CARD = "README.md"
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 TRAINING_DETAILS = (
@@ -30,7 +31,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
 
     If the source was trained by Groupwise and heads change, its card no longer refers to a file beside it.
     """
-    source = checkpoint.side_files.get("README.md")
+    source = checkpoint.side_files.get(MODEL_CARD)
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
     if source and plan.regrouped:  # the record is then not copied

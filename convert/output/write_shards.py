@@ -18,7 +18,7 @@ from convert.merging.rounding import round_once, widen
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
-from model.checkpoint import Array, Checkpoint, Shard, Span
+from model.checkpoint import Array, Checkpoint, Span
 from model.checkpoint.hub import sha256_in_cache
 from model.checkpoint.safetensors_writer import ShardFile
 from model.common.console import Advance
@@ -47,7 +47,7 @@ def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: 
     layers = ConvertedLayerCache(checkpoint, plan.workers(workers), calibrated)
     # If source and output do not fit into memory together, written shards would displace what is still to be read.
     keep_cached = total_bytes(checkpoint, plan) <= available_memory()
-    jobs = [_ShardJob(checkpoint, plan, staging, shard, layers, keep_cached) for shard in plan.shards]
+    jobs = [_ShardJob(checkpoint, plan, staging, number, layers, keep_cached) for number in range(len(plan.shards))]
     stop = threading.Event()
     checksums = [partial(_record_checksum, staging, path, stop) for path in checkpoint.weight_files]
     pool = ThreadPoolExecutor(plan.workers(workers))
@@ -92,13 +92,14 @@ class _ShardJob:
     """One output shard. The worker that finishes the last task syncs the file, renames it and records it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, shard: Shard, layers: ConvertedLayerCache,
+        self, checkpoint: Checkpoint, plan: Plan, staging: Staging, number: int, layers: ConvertedLayerCache,
         keep_cached: bool,
     ) -> None:  # fmt: skip
-        self._checkpoint, self._plan, self._staging, self._shard = checkpoint, plan, staging, shard
+        self._checkpoint, self._plan, self._staging = checkpoint, plan, staging
+        self._shard = shard = plan.shards[number]
         self._layers, self._keep_cached = layers, keep_cached
         self._path = staging.folder / shard.name
-        self._partial = staging.folder / f"{shard.name}.partial"
+        self._partial = staging.folder / f"{number}.partial"  # the shard's own name may be as long as names can be
         self._tensors = [plan.tensors[name] for name in shard.tensors]
         self._lock = threading.Lock()
         self._left = 0

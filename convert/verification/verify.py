@@ -30,6 +30,7 @@ from convert.verification.layers import (
 )
 from convert.verification.recorded_recipe import recorded_recipe
 from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint.formats.safetensors import SafetensorsFolder
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
@@ -62,6 +63,11 @@ def verify(
     record = read_record(out_path)
     findings = Findings()
     with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
+        if out.format != SafetensorsFolder.format:
+            raise CheckpointError(
+                f"{out_path} holds weights in another format ({out.format}) than convert writes; give the folder that "
+                "convert made."
+            )
         recipe = recorded_recipe(source, out_path, record, device, findings)
         try:
             plan = plan_recipe(source, record["groups"], recipe, None)
@@ -147,7 +153,7 @@ def _compare_tensor(
     else:
         expected, origin = _source_bytes(source, name), "copied from the source"
     span = out.span(name)
-    assert span is not None, "OUT is safetensors, which stores tensors as plain bytes"
+    assert span is not None  # OUT is safetensors, which stores tensors as plain bytes
     with span.path.open("rb", buffering=0) as file:
         for offset, piece in expected:
             file.seek(span.offset + offset)

@@ -15,6 +15,7 @@ from model.common.errors import CheckpointError
 from model.common.read_files import (
     CONFIG_BYTES,
     CONVERSION_RECORD,
+    MAX_LEVELS,
     check_regular,
     is_lfs_pointer,
     leads_outside,
@@ -169,6 +170,8 @@ def list_files(
     seen: dict[Path, Path] = {}
     for root, subfolders, names in os.walk(folder, followlinks=True):
         here = Path(root)
+        if len(here.parts) - len(folder.parts) > MAX_LEVELS:
+            raise CheckpointError(f"{folder} holds folders more than {MAX_LEVELS} levels deep; move them elsewhere.")
         place = here.resolve()
         if place in seen:
             if here.parent.resolve().is_relative_to(place):

@@ -41,7 +41,7 @@ makes."""
 def check_pickle(content: bytes) -> None:
     """Raise ValueError for a pickle that is cut off before its end, or takes more than its length justifies.
 
-    Bytearrays are refused: no file that is read here needs one.
+    Bytearrays are refused, and `_codecs.encode`, whose time may be quadratic: no file that is read here needs them.
     """
     # The unpickler's stack, with the number of parts of each object in place of the object.
     stack: list[int] = []
@@ -64,6 +64,8 @@ def check_pickle(content: bytes) -> None:
             marks.append(len(stack))
         elif kind == "BYTEARRAY8" or str(argument).endswith(" bytearray"):
             raise ValueError("it holds a bytearray")
+        elif argument == "_codecs encode":
+            raise ValueError("it holds bytes or a numpy array, and not only tensors")
         else:
             stack.append(1)
 

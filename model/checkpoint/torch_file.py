@@ -46,6 +46,9 @@ _ZIP_ERRORS = (
 )  # fmt: skip
 """The errors that zipfile raises for a damaged archive."""
 
+LONGEST = {"data.pkl": 100_000_000, "byteorder": 16}
+"""Largest number of bytes of the files in an archive that are read whole. Real descriptions have up to about 10 MB."""
+
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
 """The first bytes of an archive, and of the format before: a pickle of protocol 2."""
 
@@ -146,8 +149,11 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
     Raises CheckpointError if the archive is truncated, damaged or not from `torch.save`.
     """
     try:
-        entries = zipfile.ZipFile(file).infolist()
+        end, entries = file.seek(0, io.SEEK_END), zipfile.ZipFile(file).infolist()
         places = {entry.filename: (_data_offset(file, entry), entry.file_size) for entry in entries}
+        for name, (offset, size) in places.items():
+            if offset + size > end or size > LONGEST.get(name.rpartition("/")[2], end):
+                raise zipfile.BadZipFile(f"its directory gives {checks.short_repr(name)} {size:,} bytes")
         roots = [name.removesuffix("data.pkl") for name in places if name.endswith("/data.pkl")]
         if len(roots) != 1 or len(places) != len(entries):
             raise zipfile.BadZipFile("it holds other files than torch.save writes")
@@ -233,6 +239,11 @@ def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
         raise CheckpointError(
             f"{path} holds {checks.short_repr(name)}, which is a {type(value).__name__} and not a tensor; "
             "save the model's state dict alone."
+        )
+    if value.is_nested or vars(value):  # an attribute could take the place of a method
+        raise CheckpointError(
+            f"{path} holds {checks.short_repr(name)} as a nested tensor or with attributes "
+            f"({checks.short_repr(list(vars(value)))}); save plain tensors (`.detach()`)."
         )
     if prod(n for n in value.shape if n) >= checks.LARGEST_COUNT:  # numpy makes no such array, even if it is empty
         raise CheckpointError(f"{path} holds {name} of the impossible shape {tuple(value.shape)}; it is damaged.")

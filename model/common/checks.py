@@ -4,6 +4,7 @@ Each function takes the value and its name as the message begins with it, such a
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from model.common.errors import CheckpointError
@@ -13,12 +14,43 @@ LARGEST_SIZE = 1 << 28
 LARGEST_COUNT = 1 << 60
 """Largest value of any other count: it fits into 64 bits with room for sums."""
 _SHOWN = 60
+_READ = 4 * _SHOWN
+"""Characters of a value's repr that are made at most, about."""
 
 
 def short_repr(value: object) -> str:
-    """Return a value on one line, cut to a readable length."""
-    text = " ".join(repr(value).split())
+    """Return a value on one line, cut to a readable length. Takes little time and memory for any value of JSON."""
+    text = ""
+    for part in _repr_parts(value):
+        text += part
+        if len(text) > _READ:
+            break
+    text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _repr_parts(value: object) -> Iterator[str]:
+    """Yield the repr of a value in parts; a long string or number only in part."""
+    if type(value) is dict:
+        yield "{"
+        for i, (key, item) in enumerate(value.items()):
+            yield ", " * (i > 0)
+            yield from _repr_parts(key)
+            yield ": "
+            yield from _repr_parts(item)
+        yield "}"
+    elif type(value) is list or type(value) is tuple:
+        yield "[" if type(value) is list else "("
+        for i, item in enumerate(value):
+            yield ", " * (i > 0)
+            yield from _repr_parts(item)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    elif isinstance(value, str | bytes):
+        yield repr(value[:_READ])
+    elif isinstance(value, int) and value.bit_length() > 4 * _READ:  # Python refuses to print some of these
+        yield f"a number of {value.bit_length():,} bits"
+    else:
+        yield repr(value)
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:

@@ -63,6 +63,10 @@ def run(cli: click.Command, launched: bool = False) -> None:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
+    except SystemExit:  # of click, if a pipe is closed
+        if not {"--help", "--version"} & set(sys.argv):  # which click prints itself
+            raise
+        code = 0
     except click.exceptions.NoArgsIsHelpError as error:
         echo(error.ctx.get_help() if error.ctx else "", err=True)
         code = BAD_INPUT

@@ -165,9 +165,12 @@ def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name can be that of a file directly in a folder: not a path, not too long."""
+    """Return whether a name can be that of a file directly in a folder: not a path, in UTF-8, not too long."""
     is_path = not name or "\0" in name or name in (".", "..") or Path(name).name != name
-    return not is_path and len(name.encode(errors="replace")) <= MAX_NAME
+    try:
+        return not is_path and len(name.encode()) <= MAX_NAME
+    except UnicodeEncodeError:
+        return False
 
 
 class LockedError(Exception):

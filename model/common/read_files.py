@@ -18,6 +18,8 @@ CONFIG_BYTES = 100_000_000
 """Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
 TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
+MAX_LEVELS = 64
+"""Largest depth of folders in a folder that is read with its subfolders."""
 LFS_POINTER = b"version https://git-lfs"
 """Start of the file that a clone without git-lfs has in the place of a large file."""
 

@@ -34,8 +34,12 @@ _LONGEST_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
 
 
 def check_out(out: Path) -> None:
-    """Raise InputError if the name of OUT is not UTF-8 or too long."""
+    """Raise InputError if the name of OUT is not UTF-8 or too long, or if OUT is a link that leads in a circle."""
     check_name(out, "OUT", _LONGEST_NAME)
+    try:
+        out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
 
 
 class Staging:

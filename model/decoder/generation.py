@@ -17,6 +17,7 @@ from model.common.command_options import FiniteFloat, PathType, WholeNumber, dev
 from model.common.console import echo
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
+from model.common.tokenizer_errors import refusing_tokenizer_errors
 from model.decoder.devices import find_device
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
@@ -129,7 +130,8 @@ def show(
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder}: {NOT_NATIVE}")
     model.prepack()
-    ids: list[int] = tokenizer(prompt).input_ids
+    with refusing_tokenizer_errors(f"{folder}: the tokenizer cannot read the prompt", CheckpointError):
+        ids: list[int] = tokenizer(prompt).input_ids
     if not ids:
         raise CheckpointError("the prompt is empty; write at least one word.")
     if max(ids) >= (n_tokens := model.config.vocab_size):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from model.texts import columns
@@ -10,46 +11,76 @@ from model.texts.record import Piece, Read, group
 SUFFIXES = (".arrow",)
 _MAGIC = b"ARROW1"
 """The first bytes of Arrow's file format (Feather 2); streams begin otherwise."""
+_MAGIC_BYTES = 8
+"""Bytes before the first message of the file format; the messages are those of a stream."""
 
 
 class _Batches:
     """The record batches of a file in Arrow's file format, read like those of a stream."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.schema = file, file.schema
+        self._file, self.schema, self.n_listed = file, file.schema, file.num_record_batches
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._file.get_batch, range(self._file.num_record_batches))
+        return map(self._file.get_batch, range(self.n_listed))
 
 
 @contextmanager
-def _open(path: str) -> Iterator[Any]:
+def _map(path: str) -> Iterator[tuple[Any, bool]]:
+    """Map a file, and say whether it is in Arrow's file format. It is at the beginning of its first message."""
     import pyarrow as pa  # type: ignore[import-untyped]
 
     with columns.refusing_damage(path):
         mapped = pa.memory_map(path)
     with mapped, columns.refusing_damage(path):
         is_file = mapped.read(len(_MAGIC)) == _MAGIC
+        mapped.seek(_MAGIC_BYTES if is_file else 0)
+        yield mapped, is_file
+
+
+@contextmanager
+def _open(path: str, column: int | None = None) -> Iterator[Any]:
+    """Open a file for its record batches, with one column or all. Compressed columns are unpacked as they are read."""
+    import pyarrow as pa
+
+    options = pa.ipc.IpcReadOptions(included_fields=[] if column is None else [column])
+    with _map(path) as (mapped, is_file):
         mapped.seek(0)
-        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(mapped) as opened:
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(mapped, options=options) as opened:
             yield _Batches(opened) if is_file else opened
 
 
 def split(path: str, piece_bytes: int) -> list[Piece]:
-    with _open(path) as stream:
-        return group(path, [columns.checked(batch).nbytes for batch in stream], piece_bytes)
+    """Divide a file by the bytes of its batches in the file, none of which is unpacked."""
+    import pyarrow as pa
+
+    with _open(path) as opened:  # which checks more than there is to the messages
+        n_listed = opened.n_listed if isinstance(opened, _Batches) else None
+    with _map(path) as (mapped, _):
+        messages = pa.ipc.MessageReader.open_stream(mapped)
+        sizes = [message.body.size for message in messages if message.type == "record batch"]
+        if n_listed not in (None, len(sizes)):
+            raise pa.ArrowInvalid("its footer lists other batches than it holds")
+    return group(path, sizes, piece_bytes)
 
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
     with _open(piece.path) as stream:
         name = columns.choose(stream.schema, text_column, piece.path)
-        batches = [batch.select([name]) for i, batch in enumerate(stream) if piece.begin <= i < piece.end]
+        column = stream.schema.names.index(name)
+
+    def batches(stream: Any) -> Iterator[Any]:
+        return (batch.select([name]) for batch in islice(stream, piece.begin, piece.end))
+
+    with _open(piece.path, column) as stream:
+        n_rows = sum(batch.num_rows for batch in batches(stream))
+    with _open(piece.path, column) as stream:
         # Arrow itself believes offsets, and would read beyond its memory.
-        checked = (columns.checked(batch, fully=True) for batch in batches)
-        yield from columns.read(piece, name, checked, sum(batch.num_rows for batch in batches))
+        checked = (columns.checked(batch) for batch in batches(stream))
+        yield from columns.read(piece, name, checked, n_rows)
 
 
 def place(piece: Piece, row: int) -> str:
-    with _open(piece.path) as stream:
-        before = sum(batch.num_rows for i, batch in enumerate(stream) if i < piece.begin)
+    with _open(piece.path, 0) as stream:
+        before = sum(batch.num_rows for batch in islice(stream, piece.begin))
     return f"{piece.path}:row {before + row}"

@@ -19,7 +19,7 @@ def refusing_damage(path: str) -> Iterator[None]:
     """Raise InputError in place of Arrow's errors about a file. Lack of memory and errors of the disk pass."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one for names of columns
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise InputError(
@@ -72,19 +72,18 @@ def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterat
                 yield Read(row, piece.nbytes * row // n_rows, document)
 
 
-def checked(batch: Any, fully: bool = False) -> Any:
-    """Return a record batch if its buffers are as long as its columns need. Raises ArrowInvalid otherwise.
+def checked(batch: Any) -> Any:
+    """Return a record batch of one column if its buffers are as long as the column needs. Raises ArrowInvalid if not.
 
-    `fully`: also if no offset or index of its one column leads out of its memory. Invalid UTF-8 is no error here: it is
-    a problem of its document alone.
+    No offset or index may lead out of its memory. Invalid UTF-8 is no error here: it is a problem of its document
+    alone.
     """
     batch.validate()
-    if fully:
-        (column,) = batch.columns
-        if pa.types.is_dictionary(column.type):
-            _check_indices(column)
-            column = column.dictionary
-        (column.view(_bytes_of(column.type)) if _is_text(column.type) else column).validate(full=True)
+    (column,) = batch.columns
+    if pa.types.is_dictionary(column.type):
+        _check_indices(column)
+        column = column.dictionary
+    (column.view(_bytes_of(column.type)) if _is_text(column.type) else column).validate(full=True)
     return batch
 
 

@@ -4,6 +4,7 @@ We parse line by line ourselves, since libraries stop at a bad line without its 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from model.texts.record import BLANK, Document, Piece, Problem, Read, document
 SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in compressed.SUFFIXES))
 BOM = b"\xef\xbb\xbf"
 COUNT_BYTES = 1 << 20
+MAX_CONTAINERS = 1_000_000
+"""Largest number of objects and lists in a line. An empty one of 2 bytes takes 64 in memory."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?')  # one without an end, too: it is read once
 
 
 def split(path: str, piece_bytes: int) -> list[Piece]:
@@ -75,6 +79,8 @@ def parse(line: bytes, text_column: str) -> Document:
     """Return the document of one line, or its Problem."""
     if not line.strip():
         return BLANK
+    if _n_brackets(line) > MAX_CONTAINERS and _n_brackets(_STRING.sub(b"", line)) > MAX_CONTAINERS:
+        return Problem(f"more than {MAX_CONTAINERS:,} objects and lists in one record")
     try:
         parsed = document(json.loads(line.rstrip(b"\r\n").decode()), text_column)
         if isinstance(parsed, str) and b"\\u" in line:
@@ -88,6 +94,10 @@ def parse(line: bytes, text_column: str) -> Document:
     except ValueError as error:
         return Problem(_json_problem(line, error))
     return parsed
+
+
+def _n_brackets(line: bytes) -> int:
+    return line.count(b"{") + line.count(b"[")
 
 
 def _json_problem(line: bytes, error: ValueError) -> str:

@@ -30,7 +30,8 @@ def read(piece: Piece, text_column: str) -> Iterator[Read]:
         n_rows = sum(file.metadata.row_group(i).num_rows for i in groups)
         n_bytes = sum(file.metadata.row_group(i).total_byte_size for i in groups)
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * n_rows // max(n_bytes, 1)))
-        name = columns.choose(file.schema_arrow, text_column, piece.path)
+        with columns.refusing_damage(piece.path):
+            name = columns.choose(file.schema_arrow, text_column, piece.path)
         batches = file.iter_batches(batch_rows, row_groups=list(groups), columns=[name])
         yield from columns.read(piece, name, batches, n_rows)
 

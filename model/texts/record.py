@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from model.common.checks import short_repr
+
 TOKEN_IDS = "input_ids"
 """Column of tokenised records, as Hugging Face datasets name it."""
 
@@ -112,7 +114,7 @@ def document(record: Any, text_column: str) -> Document:
 
 def some(names: list[str]) -> str:
     """Return the first six names as a list for messages."""
-    shown = ", ".join(repr(name) for name in names[:6]) or "no fields"
+    shown = ", ".join(map(short_repr, names[:6])) or "no fields"
     return f"{shown}, …" if len(names) > 6 else shown
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.files import check_name, is_plain_name
-from model.common.read_files import CONFIG_BYTES, is_lfs_pointer, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
 from model.texts import READERS, compressed, find_reader, format_of
 from model.texts.hub import HUB, hub_files
 
@@ -53,6 +53,8 @@ def find_files(name: str, option: str) -> TextFiles:
 def _find_in_folder(folder: Path, option: str) -> TextFiles:
     if (folder / "dataset_dict.json").is_file():
         splits = _listed(folder / "dataset_dict.json", "splits")
+        if not splits or not all(isinstance(split, str) and is_plain_name(split) for split in splits):
+            raise InputError(f"{folder / 'dataset_dict.json'} is damaged (splits); save the dataset anew.")
         one = " or ".join(f"{option} {folder / split}" for split in splits)
         raise InputError(f"{option} {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
     if (folder / "state.json").is_file():
@@ -84,6 +86,8 @@ def _visible_files(folder: Path, within: tuple[Path, ...] = ()) -> Iterator[Path
     here = folder.resolve()
     if here in within:
         raise InputError(f"{folder} is a link to a folder that contains it; remove the link.")
+    if len(within) > MAX_LEVELS:
+        raise InputError(f"{within[0]} holds folders more than {MAX_LEVELS} levels deep; move them elsewhere.")
     try:
         entries = [(path, path.is_dir()) for path in sorted(folder.iterdir())]
     except OSError as error:
@@ -104,7 +108,7 @@ def _listed(path: Path, key: str) -> list[Any]:
         entries = json.loads(content)[key]
         if not isinstance(entries, list):
             raise TypeError(f"{key} is no list")
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
     return entries
 

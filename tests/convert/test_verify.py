@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import tiny
+import torch
 
 from convert.verification import verify
 from model.checkpoint import open_checkpoint
@@ -221,3 +222,20 @@ def test_a_changed_record(convert, source, out, part, change, words):
     result = convert("verify", source, out)
     assert result.code == 3
     assert words in result.err
+
+
+def test_an_output_in_another_format(convert, source, out):
+    torch.save(tiny.tensors(out), out / "pytorch_model.bin")
+    for path in (*out.glob("*.safetensors"), out / "model.safetensors.index.json"):
+        path.unlink()
+    convert("verify", source, out).refused(
+        f"{out} holds weights in another format (bin)", "give the folder that convert"
+    )
+
+
+@pytest.mark.parametrize("key", ["seed_note", "\ud800"])
+def test_half_a_letter_in_the_record(convert, source, out, tmp_path, key):
+    record = json.loads((out / "groupwise.json").read_text())
+    (out / "groupwise.json").write_text(json.dumps({**record, key: "\ud800"}))
+    convert("verify", source, out).refused("groupwise.json is damaged", "surrogates not allowed")
+    convert("to-hf", out, tmp_path / "again").refused("groupwise.json is damaged", "surrogates not allowed")

@@ -66,7 +66,7 @@ def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm, re
     assert (result.code, "mlp.up_proj.weight differs" in result.err) == (3, True)
 
 
-@pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60)])
+@pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60), (1, 1025)])
 def test_verify_of_an_impossible_calibration(convert, parent, tmp_path, prose, windows, window):
     out = tmp_path / "out"
     assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).code == 0

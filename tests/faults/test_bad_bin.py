@@ -92,6 +92,13 @@ def nested(tensors):
     return {"state_dict": tensors, "epoch": 3}
 
 
+def hiding(tensor):
+    """Return a parameter with attributes in the place of its methods. They are saved with it."""
+    parameter = torch.nn.Parameter(tensor)
+    parameter.is_neg, parameter.numel = True, 3
+    return parameter
+
+
 CONTENTS = {
     "a list": (lambda t: [t], "holds a list"),
     "a tensor": (lambda t: t["lm_head.weight"], "holds a Tensor"),
@@ -104,10 +111,13 @@ CONTENTS = {
     "complex": (lambda t: {**t, "x": torch.ones(3, dtype=torch.complex64)}, "complex64"),
     "without data": (lambda t: {**t, "x": torch.ones(3, device="meta")}, "on meta"),
     "a module": (lambda t: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
-    "an array": (lambda t: {**t, "x": t["lm_head.weight"].numpy()}, "not a tensor; no code was run"),
+    "an array": (lambda t: {**t, "x": t["lm_head.weight"].numpy()}, "bytes or a numpy array"),
+    "with attributes": (lambda t: {**t, "x": hiding(t["lm_head.weight"])}, "with attributes (['is_neg', 'numel'])"),
+    "of several sizes": (lambda t: {**t, "x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "nested"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_bin_holds_something_else(refuse, folder, kind):
     change, words = CONTENTS[kind]
@@ -144,6 +154,30 @@ def test_bin_whose_pickle_would_take_all_memory_or_time(refuse, folder, kind):
     zipped(path, {name: content if name.endswith("data.pkl") else old for name, old in entries.items()})
     with bounded(200):
         refuse(folder, "pytorch_model.bin", "damaged", words)
+
+
+def test_bin_whose_pickle_would_take_quadratic_time(refuse, folder):
+    content = b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x08\x00\x00\x00punycode\x86R."
+    path = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    zipped(path, {name: content if name.endswith("data.pkl") else old for name, old in entries.items()})
+    refuse(folder, "pytorch_model.bin", "damaged", "bytes or a numpy array")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("data/0", (1 << 32) - 2), ("data.pkl", 1 << 30), ("byteorder", 17), ("version", 1 << 30)]
+)
+def test_bin_whose_directory_gives_sizes_beyond_the_file(refuse, folder, name, size):
+    path = folder / "pytorch_model.bin"
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    while not content[entry + 46 :].startswith(f"pytorch_model/{name}".encode()):
+        entry = content.index(b"PK\x01\x02", entry + 4)
+    content[entry + 24 : entry + 28] = size.to_bytes(4, "little")  # APPNOTE 4.3.12
+    path.write_bytes(content)
+    with bounded(50):
+        refuse(folder, "pytorch_model.bin", "damaged", f"gives 'pytorch_model/{name}' {size:,} bytes")
 
 
 @pytest.mark.parametrize("form", ["zip", "old zip-less", "bare pickle"])

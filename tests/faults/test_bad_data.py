@@ -6,6 +6,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 from tiny_tokenizers import make_tokenizer
 from torch_files import LFS_POINTER
 
@@ -201,6 +202,10 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
+        ("deep", ["state.json is damaged (RecursionError"]),
+        ("deep dict", ["dataset_dict.json is damaged (RecursionError"]),
+        ("no names", ["dataset_dict.json is damaged (splits)"]),
+        ("no splits", ["dataset_dict.json is damaged (splits)"]),
         ("missing", ["missing/data.arrow cannot be read: it is missing"]),
         ("clone", ["clone/a.txt is a git-lfs pointer, not the text itself; run `git lfs pull`"]),
     ],
@@ -213,6 +218,10 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
         "mixed": {"a.jsonl": "", "b.txt": ""},
         "dict": {"dataset_dict.json": '{"splits": ["train", "test"]}'},
         "torn": {"state.json": "{"},
+        "deep": {"state.json": "[" * 100_000},
+        "deep dict": {"dataset_dict.json": "[" * 100_000},
+        "no names": {"dataset_dict.json": '{"splits": [5]}'},
+        "no splits": {"dataset_dict.json": '{"splits": []}'},
         "missing": {"state.json": '{"_data_files": [{"filename": "data.arrow"}]}'},
         "clone": {"a.txt": LFS_POINTER},
     }.items():
@@ -239,6 +248,25 @@ def test_a_folder_of_texts_with_links(prepare, tmp_path):
         make(folder / name)
         prepare(folder).refused(words)
         (folder / name).unlink()
+
+
+def test_folders_within_folders(prepare, tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "/".join("a" * 64)).mkdir(parents=True)
+    (folder / "/".join("a" * 64) / "a.jsonl").write_bytes(line())
+    assert prepare(folder).code == 0
+    (folder / "/".join("a" * 65)).mkdir()
+    prepare(folder).refused(f"{folder} holds folders more than 64 levels deep; move them elsewhere")
+
+
+def test_out_that_cannot_be_read(prepare, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line())
+    (tmp_path / "out").symlink_to("out")
+    prepare(tmp_path / "a.jsonl").refused(f"OUT ({tmp_path}/out) is not a usable path: Symlink loop")
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/inputs.sha256").write_bytes(b"\xff")
+    prepare(tmp_path / "a.jsonl").refused("out exists, and is no token cache")
 
 
 def test_a_share_of_less_than_a_token(prepare, tmp_path):
@@ -382,3 +410,43 @@ def test_a_shard_of_very_many(prepare, tmp_path):
     for shard in ("1/" + "9" * 5000, "5/" + "9" * 21):
         prepare(tmp_path / "a.jsonl", options=("--shard", shard)).refused("is not I/N with I from 1 to N")
     assert not list(tmp_path.glob(".out*"))
+
+
+# A tokenizer that gives up
+
+
+@pytest.fixture
+def giving_up(tmp_path):
+    """Return a tokenizer whose regular expression takes too many steps on HOPELESS, where its library panics."""
+    folder = make_tokenizer(tmp_path / "tokenizer-of-many-steps")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": r"(?:\w+\w+)+(?:;|,)"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+HOPELESS = "a" * 42 + " ,"
+
+
+def test_text_on_which_the_tokenizer_gives_up(uptrain, tmp_path, giving_up):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() * 800 + line(HOPELESS) + line() * 1200)
+    arguments = ("prepare", "--data", path, "--tokenizer", giving_up, "--seq-len", 8, "--out", tmp_path / "out")
+    reason = "the tokenizer cannot encode the text (Onig: Regex search error: retry-limit-in-match over)"
+    uptrain(*arguments).refused(f"Error: {path}:801: {reason}; correct it, or skip such records")
+    result = uptrain(*arguments, *SKIP)
+    assert result.code == 0, result.err
+    manifest = TokenCache.open(tmp_path / "out").manifest
+    assert (manifest.n_documents, manifest.sources[0]["skipped"]) == (2000, 1)
+
+
+def test_calibration_text_on_which_the_tokenizer_gives_up(convert, tmp_path, giving_up):
+    folder = tiny.save(tiny.build(vocab_size=302), tmp_path / "source")
+    (folder / "tokenizer.json").write_bytes((giving_up / "tokenizer.json").read_bytes())
+    (tmp_path / "a.jsonl").write_bytes(line(HOPELESS))
+    fixed = ("--groups", 2, "--method", "fit", "--calibration", tmp_path / "a.jsonl", "--calibration-tokens", 1024)
+    convert("mha-to-gqa", folder, tmp_path / "out", *fixed).refused(
+        f"the tokenizer of {folder} cannot read the calibration text (Onig: Regex search error"
+    )
+    assert not list(tmp_path.glob("*out*"))

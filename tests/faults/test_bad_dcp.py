@@ -190,6 +190,19 @@ def test_dcp_out_is_where_its_config_is(convert, tmp_path):
     assert tiny.snapshot(run) == before
 
 
+@pytest.mark.timeout(60)
+def test_dcp_dtype_whose_text_would_take_years(refuse, dcp):
+    deep = []
+    for _ in range(60):
+        deep = [deep, deep]
+
+    def edit(metadata):
+        metadata.state_dict_metadata["model.lm_head.weight"].properties.dtype = deep
+
+    edit_metadata(dcp, edit)
+    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
+
+
 def test_dcp_without_config(refuse, dcp):
     (dcp / "config.json").unlink()
     refuse(dcp, "needs the model's config.json", "none of", "copy it")

@@ -21,6 +21,11 @@ def edit_params(folder, **changes):
     (folder / "params.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
 
+def test_two_files_of_one_number(refuse, meta):
+    shutil.copy(meta / "consolidated.00.pth", meta / "consolidated.0.pth")
+    refuse(meta, "consolidated.0.pth", "consolidated.00.pth", "same number; remove the outdated one")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

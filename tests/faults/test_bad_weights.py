@@ -1,6 +1,7 @@
 """Weights that do not fit their config get one clear line, exit code 2, and leave nothing behind."""
 
 import json
+import os
 
 import pytest
 import tiny
@@ -307,3 +308,20 @@ def test_not_finite(refuse, source, value, method):
 
     rewrite(source, spoil)
     refuse(name, "NaN or infinite", options=("--method", method))
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt", "by": "\ud800"}, {"format": "pt", "\udc80": "me"}])
+def test_half_a_letter_in_the_metadata(refuse, source, metadata):
+    path = min(source.glob("*.safetensors"))
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps({**json.loads(content[8:start]), "__metadata__": metadata}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+    refuse(path.name, "damaged safetensors header", "surrogates not allowed")
+
+
+def test_a_shard_whose_name_is_not_utf_8(refuse, source):
+    path, index = min(source.glob("*.safetensors")), source / "model.safetensors.index.json"
+    odd = path.rename(source / os.fsdecode(b"na\xefve.safetensors"))
+    index.write_text(index.read_text().replace(json.dumps(path.name), json.dumps(odd.name)))
+    refuse("'na\\udcefve.safetensors'", "not a plain file name")

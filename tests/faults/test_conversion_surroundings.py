@@ -10,6 +10,7 @@ import tiny
 import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
+from staged import left_behind
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -221,6 +222,14 @@ def test_a_reader_that_leaves_changes_no_exit_code(source, tmp_path, groups, cod
     assert (tmp_path / "out").exists() == (code == 0)
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("mha-to-gqa", "--help")])
+def test_a_reader_of_help_that_leaves(arguments):
+    process = program(*arguments)
+    process.stdout.close()
+    with process.stderr:
+        assert (process.wait(), process.stderr.read()) == (0, "")
+
+
 def test_a_terminal_of_few_characters(source, tmp_path):
     arguments = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
     out, err = (process := program(*arguments, PYTHONIOENCODING="ascii")).communicate()
@@ -306,3 +315,45 @@ def test_weights_under_another_name(convert, source, tmp_path):
     (source / "model.safetensors").rename(source / "pytorch_model.safetensors")
     words = "but pytorch_model.safetensors; rename it to model.safetensors"
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").refused(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("README.md", ()), ("model-00001-of-00004.safetensors", ("--max-shard-size", "40KB"))]
+)
+def test_a_folder_where_a_file_is_written(convert, source, tmp_path, monkeypatch, name, options):
+    """It is found before hours of work."""
+    monkeypatch.delattr("convert.conversion.write_shards")
+    (source / name).unlink(missing_ok=True)
+    (source / name).mkdir()
+    (source / name / "notes.txt").write_text("mine")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", *options).refused(
+        f"{source / name} is a folder, but OUT has a file of that name; rename it"
+    )
+    assert left_behind(tmp_path) == []
+
+
+def test_folders_within_folders_of_the_source(convert, source, tmp_path):
+    (source / "/".join("a" * 64)).mkdir(parents=True)
+    options = ("--groups", 2, "--method", "mean")
+    assert convert("mha-to-gqa", source, tmp_path / "out", *options, "--dry-run").code == 0
+    (source / "/".join("a" * 65)).mkdir()
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("folders more than 64 levels deep")
+
+
+def test_a_shard_of_the_longest_name(convert, source, tmp_path):
+    name = f"{'x' * 243}.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    index = {"weight_map": dict.fromkeys(tiny.tensors(source), name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
+    assert result.code == 0, result.err
+    assert (tmp_path / "out" / name).is_file()
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_a_model_card_of_more_than_can_be_read(convert, source, tmp_path, monkeypatch):
+    monkeypatch.delattr("convert.conversion.write_shards")
+    os.truncate(source / "README.md", 100_000_001)
+    options = ("--groups", 2, "--method", "mean")
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("README.md has 100,000,001 bytes")
+    assert left_behind(tmp_path) == []

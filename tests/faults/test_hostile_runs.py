@@ -128,6 +128,21 @@ def test_links_in_a_checkpoint_are_not_followed(uptrain, hostile, tmp_path):
     uptrain("extend", run, "--out", tmp_path / "another", "--steps", 9).refused("is a link")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_fifo_in_a_checkpoint_does_not_block(uptrain, hostile, is_listed):
+    run, checkpoint = hostile
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (path,) = (checkpoint / "tensors").glob("*.distcp")
+    path.unlink()
+    os.mkfifo(path)
+    listed = manifest["files"].pop(f"tensors/{path.name}")
+    if is_listed:
+        manifest["files"][f"tensors/{path.name}"] = {**listed, "size": 0}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    uptrain("resume", run).refused(f"{path} is not a regular file")
+
+
 STATES = [
     b"", b"[]", b"5", b"null", b'"x"', b"{}", b"{", b'{"step": 1}', b"\xff", b"[" * 100_000,
     *(json.dumps({"step": 1, "tokens": 256, "skipped": [], "not_finite": [], "grad_norms": [], "keep": False, **change}

@@ -125,6 +125,17 @@ def test_names_that_are_not_utf_8(convert, uptrain, source, finished_run, ids, t
     assert made == {"source", "ids.jsonl", "model", "parent", "data", "held-out"}
 
 
+def test_out_that_is_a_link_in_a_circle(convert, uptrain, source, finished_run, ids, tmp_path):
+    out, inputs = tmp_path / "out", real_runs.make_inputs(tmp_path)
+    out.symlink_to(out)
+    words = f"OUT ({out}) is not a usable path: Symlink loop"
+    convert("mha-to-gqa", source, out, *MEAN).refused(words)
+    uptrain("export", finished_run, out).refused(words)
+    uptrain("prepare", "--data", ids, "--vocab-size", 300, "--seq-len", 8, "--out", out).refused(words)
+    uptrain(*real_runs.arguments(inputs, out)).refused(words)
+    uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", out).refused(words)
+
+
 @pytest.mark.parametrize("length", [231, 244, 255, 256, 5000])
 def test_names_that_are_too_long(convert, uptrain, source, finished_run, ids, tmp_path, length):
     out = tmp_path / ("x" * length)

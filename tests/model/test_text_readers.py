@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from model.texts import READERS, Problem, find_reader, format_of
+from model.texts import READERS, Problem, find_reader, format_of, jsonl
 from model.texts.columns import documents, refusing_damage
 from model.texts.jsonl import parse
 from model.texts.record import BLANK, EMPTY, NULL, token_ids
@@ -168,6 +168,24 @@ def test_jsonl_line_that_is_no_document(line, problem):
         assert parsed == problem
 
 
+def test_jsonl_line_of_very_many_objects(monkeypatch):
+    """Each takes thirty times as much memory as text. Brackets in strings are no objects."""
+    monkeypatch.setattr(jsonl, "MAX_CONTAINERS", 100)
+    reason = "more than 100 objects and lists in one record"
+    for many in (b"{}," * 100 + b"{}", b"[" * 101 + b"]" * 101, b'"' + b"{" * 101):
+        assert parse(b'{"a": [' + many + b'], "text": "x"}\n', "text").bad
+    assert parse(b'{"a": [' + b"{}," * 100 + b'{}], "text": "x"}', "text") == (reason, True)
+    assert parse(b'{"a": [' + b"[]," * 97 + b'{}], "text": "x"}', "text") == "x"
+    text = '{["\\' * 101
+    assert parse(json.dumps({"text": text}).encode(), "text") == text
+
+
+def test_jsonl_fields_of_very_long_names():
+    problem = parse(json.dumps({"a" * 5_000_000: 1, "b": 2}).encode(), "text")
+    assert len(problem.reason) < 200
+    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; rename the field")
+
+
 def test_jsonl_line_that_is_a_document():
     assert parse(b'\t{"text": "\\ud83d\\ude42 \\u0000"}\r\n', "text") == "🙂 \0"
     assert parse(b'{"text": 1, "body": "b"}\n', "body") == "b"
@@ -302,6 +320,34 @@ def test_columns_with_bad_values(tmp_path, name):
 def test_columns_of_other_types(tmp_path, name, column, values, message):
     path = columns_of(tmp_path / f"a.{name}", [pa.table({column: values})], name)
     with pytest.raises(InputError, match=message):
+        read_all(name, path)
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_arrow_unpacks_no_other_column(tmp_path, is_file):
+    """A file of 30 KB can hold columns of a gigabyte."""
+    path, table = tmp_path / "a.arrow", pa.table({"zeros": pa.array([bytes(1 << 26)] * 2), "text": ["a", "b"]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    new = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=1)
+    assert path.stat().st_size < 100_000
+    whole, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(counted)
+    try:
+        reader = find_reader("arrow")
+        read = [each.document for piece in reader.split(str(path), 1) for each in reader.read(piece, "text")]
+    finally:
+        pa.set_memory_pool(whole)
+    assert read == ["a", "b"]
+    assert counted.max_memory() < 1 << 20
+
+
+@COLUMNAR
+def test_columns_whose_names_are_not_utf_8(tmp_path, name):
+    path = columns_of(tmp_path / f"a.{name}", [pa.table({"naive": [1], "text": ["a"]})], name)
+    path.write_bytes(path.read_bytes().replace(b"naive", b"na\xefve"))
+    with pytest.raises(InputError, match=rf"a\.{name} is damaged or cut off"):
         read_all(name, path)
 
 

@@ -87,6 +87,8 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
         for name, expected in sorted(read_manifest(checkpoint).items())[rank::world_size]:
             path = checkpoint / name
             size = path.stat().st_size
+            if not path.is_file():  # opening a FIFO would block
+                return f"{path} is not a regular file"
             if size != expected["size"]:
                 return f"{path} has {size} bytes instead of {expected['size']}"
             if checksum(path) != expected:

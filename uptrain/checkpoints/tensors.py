@@ -43,6 +43,7 @@ from torch.futures import Future
 
 from model.checkpoint.formats.dcp.metadata import METADATA, Place, read_metadata
 from model.common.errors import InputError
+from model.common.read_files import check_regular
 from uptrain.checkpoints.files import TENSORS, State
 
 
@@ -110,7 +111,8 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, rebuilt from names, numbers and dtypes. Raises CheckpointError if it holds more."""
-        metadata = read_metadata(Path(self.path) / METADATA)
+        folder = Path(self.path)
+        metadata = read_metadata(folder / METADATA)
         places: dict[MetadataIndex, _StorageInfo] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in metadata.tensors.items():
@@ -121,6 +123,9 @@ class _Reader(FileSystemReader):
         for name, place in metadata.non_tensors.items():
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _storage_info(place)
+        for path in {folder / place.relative_path for place in places.values()}:
+            if path.exists():
+                check_regular(path)  # opening a FIFO would block
         return Metadata(entries, storage_data=places)
 
 

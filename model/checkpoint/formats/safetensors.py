@@ -71,6 +71,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -> Header:
     if not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("__metadata__ holds something other than text")
+    for text in (*metadata, *metadata.values()):
+        text.encode()  # raises for halves of a surrogate pair, which a file cannot hold
     tensors, offsets, position = {}, {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]

@@ -147,7 +147,7 @@ def _hash(value: Any) -> str:
 
 def _already_complete(out: Path, plan: _Plan) -> Manifest:
     """Return the manifest of OUT if it was made by the same plan. Raises InputError if not."""
-    made_from = (out / INPUTS).read_text().strip() if (out / INPUTS).is_file() else ""
+    made_from = (out / INPUTS).read_text(errors="replace").strip() if (out / INPUTS).is_file() else ""
     if made_from != plan.inputs:
         kind = "a cache of other data or options" if (out / MANIFEST).is_file() else "no token cache"
         raise InputError(f"{out} exists, and is {kind}; choose another --out, or remove it.")

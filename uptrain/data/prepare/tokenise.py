@@ -4,8 +4,9 @@ import hashlib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -107,25 +108,26 @@ class _Work:
 
     def __init__(self, job: Job, shard: _Shard, encoder: Encoder | None, report: Report) -> None:
         self._job, self._shard, self._encoder, self._report = job, shard, encoder, report
-        self._gathered: list[str | npt.NDArray[np.int64]] = []
+        self._gathered: list[tuple[int, str | npt.NDArray[np.int64]]] = []
+        """Documents of the current piece that are not written yet, each with its row."""
         self.n_records = self.skipped = 0
         self.dropped: Counter[str] = Counter()
         self.first_bad = ""
 
     def read(self, piece: Piece, reader: Reader) -> None:
-        size = reported = 0
+        size, reported, place = 0, 0, partial(reader.place, piece)
         for row, bytes_read, document in reader.read(piece, self._job.text_column):
             self.n_records += 1
             problem = self._problem(document)
             if problem is None:
-                self._gathered.append(document)  # type: ignore[arg-type]  # not a Problem
+                self._gathered.append((row, document))  # type: ignore[arg-type]  # not a Problem
                 size += len(document)
             else:
-                self._note(problem, reader.place(piece, row) if problem.bad and not self.first_bad else "")
+                self._note(problem, row, place)
             if max(size, bytes_read - reported) >= BATCH:
-                self._flush(bytes_read - reported)
+                self._flush(bytes_read - reported, place)
                 size, reported = 0, bytes_read
-        self._flush(piece.nbytes - reported)
+        self._flush(piece.nbytes - reported, place)
 
     def _problem(self, document: Document) -> Problem | None:
         if isinstance(document, Problem):
@@ -141,30 +143,47 @@ class _Work:
             f"{self._job.vocab_size:,}"
         )
 
-    def _note(self, problem: Problem, place: str) -> None:
+    def _note(self, problem: Problem, row: int, place: Callable[[int], str]) -> None:
         if not problem.bad:
             self.dropped[problem.reason] += 1
             return
         self.skipped += 1
-        self.first_bad = self.first_bad or f"{place}: {problem.reason}"
+        self.first_bad = self.first_bad or f"{place(row)}: {problem.reason}"
         if not self._job.skip_bad:
             raise InputError(stop_message(self.first_bad))
 
-    def _flush(self, bytes_read: int) -> None:
+    def _flush(self, bytes_read: int, place: Callable[[int], str]) -> None:
         before = self._shard.n_tokens
-        texts = [document for document in self._gathered if isinstance(document, str)]
-        encoded = iter(self._encoder.ids(texts) if self._encoder and texts else ())
-        documents = [
-            np.array(next(encoded), self._job.dtype) if isinstance(document, str) else document
-            for document in self._gathered
-        ]
-        filled = [ids for ids in documents if len(ids)]
+        encoded = iter(self._encode([document for _, document in self._gathered if isinstance(document, str)]))
+        filled = []
+        for row, document in self._gathered:
+            ids = next(encoded) if isinstance(document, str) else document
+            if isinstance(ids, Problem):
+                self._note(ids, row, place)
+            elif len(ids):
+                filled.append(np.array(ids, self._job.dtype) if isinstance(document, str) else document)
+            else:  # the tokenizer returned none
+                self._note(EMPTY, row, place)
         if filled:
             self._shard.write(filled)
-        if len(filled) < len(documents):  # the tokenizer returned no ids for some texts
-            self.dropped[EMPTY.reason] += len(documents) - len(filled)
         self._gathered = []
         self._report(bytes_read, self._shard.n_tokens - before)
+
+    def _encode(self, texts: list[str]) -> Sequence[list[int] | Problem]:
+        """Return the ids of each text, or its Problem."""
+        if self._encoder is None or not texts:
+            return []
+        try:
+            return self._encoder.ids(texts)
+        except InputError:
+            return [self._encode_one(text, self._encoder) for text in texts]
+
+    @staticmethod
+    def _encode_one(text: str, encoder: Encoder) -> list[int] | Problem:
+        try:
+            return encoder.ids([text])[0]
+        except InputError as error:
+            return Problem(str(error).removesuffix("."))
 
 
 def stop_message(first_bad: str) -> str:

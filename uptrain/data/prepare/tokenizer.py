@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from model.common.errors import InputError
 from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
+from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,8 @@ class Encoder:
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the list may be empty. Raises InputError if the tokenizer cannot encode one."""
-        try:
+        with refusing_tokenizer_errors("the tokenizer cannot encode the text"):
             ids_of_texts = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
-        except Exception as error:  # the library raises no narrower class
-            raise InputError(f"the tokenizer cannot encode the text ({error}).") from error
         if self._eos_id is not None:
             for ids in ids_of_texts:
                 if not ids or ids[-1] != self._eos_id:

@@ -160,13 +160,15 @@ def _contents(metadata: Any) -> Contents:
 def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Entry:
     properties = entry.properties
     dtype = properties.values[0] if properties.values else properties.dtype
+    if not isinstance(dtype, str):  # the text of nested lists takes time that is exponential in their depth
+        raise TypeError("a dtype is not one of torch's")
     chunks = []
     for chunk in entry.chunks:
         start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         _check_numbers(*start, *shape)
         chunks.append(Chunk(start, shape, _place(name, places[name, start])))
     _check_numbers(*entry.size)
-    return Entry(str(dtype), tuple(entry.size), tuple(chunks))
+    return Entry(dtype, tuple(entry.size), tuple(chunks))
 
 
 def _place(name: str, info: Any) -> Place:
@@ -177,7 +179,9 @@ def _place(name: str, info: Any) -> Place:
     if not isinstance(file, str):
         raise TypeError("the name of a file is not a string")
     if not is_plain_name(file):
-        raise CheckpointError(f"it names the file {file!r}, which is not a plain file name inside the folder; refused.")
+        raise CheckpointError(
+            f"it names the file {checks.short_repr(file)}, which is not a plain file name inside the folder; refused."
+        )
     _check_numbers(info.offset, info.length)
     return Place(file, info.offset, info.length)
 

@@ -109,12 +109,14 @@ class MetaFolder(Checkpoint):
 
 def _files(folder: Path) -> tuple[Path, ...]:
     """Return the processes' files in order. Raises CheckpointError unless their numbers are 0, 1, 2, …"""
-    files = {}
+    files: dict[int, Path] = {}
     for path in folder.glob("consolidated.*.pth"):
-        match = re.fullmatch(r"consolidated\.(\d+)\.pth", path.name)
+        match = re.fullmatch(r"consolidated\.([0-9]{1,4})\.pth", path.name)
         if not match:
             raise CheckpointError(f"{path} has no number in its name, where consolidated.00.pth and so on should be.")
         refuse_dangling(path)
+        if other := files.get(int(match[1])):
+            raise CheckpointError(f"{path} and {other.name} have the same number; remove the outdated one.")
         files[int(match[1])] = path
     for i in range(max(files) + 1):
         if i not in files:
