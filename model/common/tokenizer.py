@@ -8,6 +8,7 @@ from typing import Any
 
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
+from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 WHOLE = "tokenizer.json"
 """The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
@@ -43,15 +44,16 @@ def open_tokenizer(folder: Path) -> Any:
     openers: list[Any] = [AutoTokenizer]
     if code and (folder / WHOLE).is_file():
         openers.append(PreTrainedTokenizerFast)
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for opener in openers:
         try:
-            tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if (folder / WHOLE).is_file():
-                _restore_backend(tokenizer, folder / WHOLE)
-            return tokenizer
-        except Exception as error:  # transformers and tokenizers raise any kind of error for damaged files
-            failure = error
+            with refusing_tokenizer_errors(f"the tokenizer of {folder} cannot be loaded", CheckpointError):
+                tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+                if (folder / WHOLE).is_file():
+                    _restore_backend(tokenizer, folder / WHOLE)
+                return tokenizer
+        except CheckpointError as error:
+            failure = error.__cause__
     if code and len(openers) == 1:
         raise CheckpointError(
             f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there (save "
