@@ -130,7 +130,7 @@ def test_refused_without_text_or_a_method_for_layers(convert, source, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("tokens", [-1, 2**24 + 1])
-def test_refused_beyond_what_verify_reads(convert, source, tmp_path, tokens):
-    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", tokens).refused("--refine", "16777216")
+@pytest.mark.parametrize(("tokens", "words"), [(-1, "'-1' is not a count"), (2**24 + 1, "more than 16,777,216")])
+def test_refused_beyond_what_verify_reads(convert, source, tmp_path, tokens, words):
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", tokens).refused("--refine", words)
     assert not (tmp_path / "out").exists()

@@ -73,7 +73,7 @@ def test_inspect_says_what_is_possible_and_the_card_what_was_done(convert, tmp_p
     assert "4, 8 K/V heads" in convert("inspect", source).out
     assert json.loads(convert("inspect", source, "--json").out)["repeats"] == [4, 8]
     shown = convert("repeat-kv", source, out, "--groups", 4)
-    assert "2 → 4, method repeat" in shown.out and "to repeat" in shown.out
+    assert "2 → 4, method repeat" in shown.out and "repeated" in shown.out
     record = json.loads((out / "groupwise.json").read_text())
     assert (record["method"], record["groups"], record["merge_report"]) == ("repeat", 4, [])
     card = (out / "README.md").read_text()

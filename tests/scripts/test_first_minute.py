@@ -26,9 +26,10 @@ def test_a_package_of_the_extra_that_is_missing(tmp_path, command, package):
     """One line says which, and how to install it."""
     inputs, text = real_runs.make_inputs(tmp_path), tmp_path / "a.txt"
     text.write_text("text")
+    fake_runs.write_run(tmp_path / "stopped", [], {"status": "preempted", "step": 0, "reason": "SIGINT", "pid": 1})
     arguments = {
         "run": real_runs.arguments(inputs, tmp_path / "run")[1:],
-        "resume": [tmp_path / "run"],
+        "resume": [tmp_path / "stopped"],
         "evaluate": [inputs["model"], "--data", inputs["data"]],
         "prepare": ["--tokenizer", inputs["model"], "--data", text, "--out", tmp_path / "out", "--seq-len", 8],
     }

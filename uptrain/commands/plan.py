@@ -21,6 +21,8 @@ from uptrain.training.learning_rate import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
+COMMAND_WIDTH = 70
+"""Columns of a line of a command, without its indent and the backslash at its end."""
 KINDS = {
     "frozen": "frozen weights",
     "masters": "float32 masters",
@@ -79,7 +81,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
-    echo(f"\nNext: {_next_command(plan)}")
+    echo(f"\nNext:\n{_next_command(plan)}")
 
 
 def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
@@ -110,15 +112,22 @@ def _summary(plan: dict[str, Any]) -> str:
 
 
 def _next_command(plan: dict[str, Any]) -> str:
-    """Return the command that trains as planned, with the options that were given."""
+    """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns."""
     context, n = click.get_current_context(), plan["processes"]
-    words = ["uptrain" if n == 1 else f"GPUS={n} scripts/uptrain_multi_gpu.sh", "run", shlex.quote(plan["model"])]
+    program = "uptrain" if n == 1 else f"GPUS={n} scripts/uptrain_multi_gpu.sh"
+    parts = [f"{program} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:
         name = str(parameter.name)
         given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
         if given and name not in ("model", "processes", "memory"):
-            words += [parameter.opts[0], shlex.quote(str(context.params[name]))]
-    return " ".join([*words, *([] if plan["data"] else ["--data", "CACHE"]), "--out", "RUN"])
+            parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
+    lines = [""]
+    for part in (*parts, *([] if plan["data"] else ["--data CACHE"]), "--out RUN"):
+        if lines[-1] and len(lines[-1]) + len(part) > COMMAND_WIDTH:
+            lines.append(part)
+        else:
+            lines[-1] = f"{lines[-1]} {part}".strip()
+    return "  " + " \\\n    ".join(lines)
 
 
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
