@@ -187,7 +187,7 @@ def test_memory_of_the_parts_side_by_side(uptrain, source):
         ]
     assert memory["all"]["replicated_bytes_per_process"] > memory["attention"]["replicated_bytes_per_process"]
     assert memory["attention"]["replicated_bytes_per_process"] > memory["kv"]["replicated_bytes_per_process"]
-    table = result.out[result.out.index("Memory of a device") : result.out.index("Next: ")]
+    table = result.out[result.out.index("Memory of a device") : result.out.index("Next:")]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
 
 
