@@ -41,9 +41,9 @@ class InputSums:
     def __init__(self, layer: Layer, hidden_size: int) -> None:
         self._layer = layer
         self._batches = layer.text.batches()
-        place = float64_device(layer.module.device)
+        sums_device = float64_device(layer.module.device)
         self._tokens_XX, self._attended_XX, self._mixed_XX = (
-            torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=place) for _ in range(3)
+            torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=sums_device) for _ in range(3)
         )
         self.drawn_keys: list[DrawnKeys] = []
         """For each window."""

@@ -50,9 +50,9 @@ def solve_queries(
         for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))
     )
     own, channels = (torch.from_numpy(np.asarray(each)).float().to(device) for each in frequencies)
-    n_heads, size, place = sizes.n_heads, sizes.head_dim, float64_device(device)
-    power_HZZ = torch.zeros(n_heads, len(shared_ZX), len(shared_ZX), dtype=torch.float64, device=place)
-    cross_HZD = torch.zeros(n_heads, len(shared_ZX), size, dtype=torch.float64, device=place)
+    n_heads, size, sums_device = sizes.n_heads, sizes.head_dim, float64_device(device)
+    power_HZZ = torch.zeros(n_heads, len(shared_ZX), len(shared_ZX), dtype=torch.float64, device=sums_device)
+    cross_HZD = torch.zeros(n_heads, len(shared_ZX), size, dtype=torch.float64, device=sums_device)
     for window, drawn in drawn_keys:
         x_TX = layer.inputs([window])[0]
         keys_TKD, shared_TZ = (x_TX @ keys_CX.T).view(len(x_TX), -1, size), x_TX @ shared_ZX.T

@@ -38,8 +38,8 @@ class MomentSums:
         self._size = module.head_dim
         self._heads_per_group = module.n_heads // n_kv_heads
         width = module.n_kv_heads // n_kv_heads * module.head_dim
-        place = float64_device(module.device)
-        zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=place)
+        sums_device = float64_device(module.device)
+        zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=sums_device)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
         self._raw_keys_GFF = zeros.clone() if raw_keys else None
         self._scales_2K = zeros.new_zeros(2, module.n_kv_heads)

@@ -71,7 +71,7 @@ def _restore_backend(tokenizer: Any, file: Path) -> None:
 
     transformers 5 keeps the vocabulary and the merges of that file, but some of its classes (those of GPT-2, Llama,
     Qwen 2 and others) bring a normaliser and a pre-tokenizer of their own. A model that was trained with others then
-    gets other ids (huggingface/transformers issues 45812 and 45920). The special tokens, and what puts them around a text, stay
+    gets other ids (huggingface/transformers issue 45920). The special tokens, and what puts them around a text, stay
     as transformers makes them: `tokenizer_config.json` decides on these.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
