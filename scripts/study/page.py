@@ -60,7 +60,10 @@ from scripts.study.table import tables
 RESULTS = Path("docs/study")
 PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
 PARENTS, DISTILLED = "parents.jsonl", "text_kinds_distilled.jsonl"
-PARENTS_OF = {"merges": "weak parents", "longer": "better-trained parents", "twenty": "longest-trained parents"}
+PARENTS_OF = {
+    "merges": "weak parents", "longer": "better-trained parents", "twenty": "longest-trained parents",
+    "larger": "larger parents",
+}  # fmt: skip
 """Plan → how the page calls the parents that it trains."""
 FORMER_DEFAULT = "fit-refit"
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -148,10 +151,11 @@ def renewed(page: str, results: Path) -> str:
 LONGEST_TRAINED: tuple[tuple[str, Stage], ...] = (
     PAPERS,
     ("mean", (0.01, "distill")),
-    *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
+    (TODAY["twenty"], START),
+    *((REFITTED_ONCE["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
 )
-"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
-the default."""
+"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, the
+default, and the default refitted once, which alone was distilled."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
