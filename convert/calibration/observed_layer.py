@@ -1,4 +1,4 @@
-"""What layers run by a class of transformers have in common: an attention module that is observed.
+"""Observe the attention of layers that a class of transformers runs: what `transformers_layer` and T5's layers share.
 
 The letters are those of `layer_module`.
 """

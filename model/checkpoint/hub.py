@@ -47,7 +47,7 @@ def find_in_cache(path: Path) -> Path | None:
     """Return the cached folder of the model that `path` names, or None if `path` cannot be a model's name.
 
     Raises CheckpointError, with the command that fetches the model, if it is not in the cache. If there is a path of a
-    similar name, the message names that path instead.
+    similar name, the message names that first.
     """
     match = NAME.fullmatch(str(path))
     if not match:
@@ -56,7 +56,10 @@ def find_in_cache(path: Path) -> Path | None:
         return _find_in_cache(path, *match.group("model", "revision"))
     except CheckpointError as error:
         if similar := similar_path(path):
-            raise CheckpointError(f"{path}: no such file or folder; did you mean {similar}?") from error
+            raise CheckpointError(
+                f"{path}: no such file or folder; did you mean {similar}? If it is a model on the Hugging Face Hub, "
+                f"fetch it: hf download {match['model']}."
+            ) from error
         raise
 
 

@@ -151,11 +151,10 @@ def renewed(page: str, results: Path) -> str:
 LONGEST_TRAINED: tuple[tuple[str, Stage], ...] = (
     PAPERS,
     ("mean", (0.01, "distill")),
-    (TODAY["twenty"], START),
-    *((REFITTED_ONCE["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
+    *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
 )
-"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, the
-default, and the default refitted once, which alone was distilled."""
+"""Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
+the default."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 

@@ -30,14 +30,16 @@ def test_invalid_hub_names(refuse, tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("form", ["assets/demo-mah", "./assets/demo-mah", "demo-mah", "ABSOLUTE"])
 def test_a_misspelt_path(convert, uptrain, tmp_path, monkeypatch, form):
-    """The message names the path that was meant, and no model of the hub."""
+    """The message names the path that was meant first, and how to fetch a model of the hub if it may be one."""
     folder = tmp_path / "assets"
     for name in ("demo-mha", "speeches"):
         (folder / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path if "assets" in form else folder)
     path = Path(f"{folder}/demo-mah" if form == "ABSOLUTE" else form)
     words = f"{path}: no such file or folder; did you mean {path.with_name('demo-mha')}?"
-    convert("inspect", path).refused(words)
+    result = convert("inspect", path)
+    result.refused(words)
+    assert ("fetch it: hf download assets/demo-mah." in result.err) == ("assets" in form)
     if form == "assets/demo-mah":
         uptrain("plan", path, "--steps", 5).refused(words)
 

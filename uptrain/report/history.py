@@ -6,14 +6,7 @@ from pathlib import Path
 from model.common.console import warn
 from uptrain.runs.folder import METRICS, STATE, Run, read_state
 from uptrain.training.losses import LOSSES
-from uptrain.training.metrics_log import Record, read_metrics
-
-MEASURABLE_COST = 0.01
-"""Smallest cost of a merge, in nats per token, of which a recovered fraction is given.
-
-It is 1 % of the perplexity, and about the spread of losses between seeds (docs/study.md). Below it, the fraction
-divides by noise: training any model further gives thousands of percent.
-"""
+from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,10 @@ class History:
 def recovered_fraction(first: Record, current: Record) -> float | None:
     """Return (loss after conversion - loss now) / (loss after conversion - teacher's loss).
 
-    Return None if the merge cost is unknown or below MEASURABLE_COST, or if the loss now is not finite.
+    Return None if the merge cost is unknown or below MEASURABLE, or if the loss now is not finite.
     """
     cost, after = merge_cost(first), current["loss"]
-    if cost is None or cost < MEASURABLE_COST or after is None:
+    if cost is None or cost < MEASURABLE or after is None:
         return None
     return float((first["loss"] - after) / cost)
 
@@ -94,7 +87,7 @@ def format_recovered(fraction: float | None, cost: float | None) -> str | None:
     """Return the recovered fraction as text, or why there is none; None if the merge cost is unknown."""
     if fraction is not None:
         return f"{fraction:.1%}"
-    return "none, the merge cost nothing measurable" if cost is not None and cost < MEASURABLE_COST else None
+    return "none, the merge cost nothing measurable" if cost is not None and cost < MEASURABLE else None
 
 
 def merge_cost(first: Record) -> float | None:

@@ -40,6 +40,11 @@ LARGEST = 1e300
 """Limit of the absolute value of a number, so that sums and the limits of an axis stay finite."""
 LATEST = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
+MEASURABLE = 0.01
+"""Smallest difference of two losses, in nats per token, that is told of.
+
+It is 1 % of the perplexity, and about the spread of losses between seeds (docs/study.md).
+"""
 RISE_STEPS = 4
 """Least number of steps whose training losses are compared with others."""
 
@@ -98,7 +103,8 @@ def read_metrics(path: Path) -> list[Record]:
 def rise_warning(records: list[Record], peak_lr: float) -> str | None:
     """Return a warning if the loss rose from the beginning of a run to its end.
 
-    That is the held-out loss, or without evaluations the training loss. Of the latter, the mean of the last tenth of
+    That is the held-out loss, or without evaluations the training loss, and it rose if the difference is above
+    MEASURABLE. Of the latter, the mean of the last tenth of
     steps has to exceed every loss of the first tenth, each of RISE_STEPS at least, because windows differ.
     """
     losses = [record["evaluation"]["loss"] for record in records if "evaluation" in record]
@@ -110,7 +116,7 @@ def rise_warning(records: list[Record], peak_lr: float) -> str | None:
         if len(losses) < 2 * n:
             return None
         what, first, last = "training", max(losses[:n]), fmean(losses[-n:])
-    if first is None or (last is not None and last <= first):
+    if first is None or (last is not None and last <= first + MEASURABLE):
         return None
     now = "a number that is not finite" if last is None else f"{last:.4f}"
     return (
