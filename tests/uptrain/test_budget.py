@@ -229,7 +229,9 @@ def test_source_names_follow_earlier_conversions(tmp_path):
     assert source_names(tmp_path) == ("llama-gqa-16", "meta-llama/Llama-2-7b-hf")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"source": 3}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"source": 3}', '{"source": {"name": "x", "n_kv_heads": Infinity}}']
+)
 def test_damaged_provenance_is_refused(tmp_path, text):
     (tmp_path / "groupwise.json").write_text(text)
     with pytest.raises(InputError, match=r"groupwise\.json is damaged: .*; convert the model again, or remove"):

@@ -77,6 +77,6 @@ def _conversions(folder: Path) -> list[tuple[str, str | None, int | None]]:
             heads = source.get("n_kv_heads")
             conversions.append((str(source["name"]), method if merged else None, heads and int(heads)))
             record = source.get("groupwise")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error
     return conversions
