@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,15 @@ def open_tokenizer(folder: Path) -> Any:
         ) from failure
     message = " ".join(str(failure).split())
     if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
-        # Without sentencepiece, transformers names another package, which does not help.
-        message = f"there is no {WHOLE}, and tokenizer.model needs `pip install sentencepiece protobuf` ({message})"
+        # transformers takes what it cannot open for a file of tiktoken, and names that package.
+        message = f"there is no {WHOLE}, and {_why_sentencepiece_fails()} ({message})"
     raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
+
+
+def _why_sentencepiece_fails() -> str:
+    if find_spec("sentencepiece") and find_spec("google") and find_spec("google.protobuf"):
+        return "tokenizer.model is damaged, or not a vocabulary of sentencepiece"
+    return "tokenizer.model needs `pip install sentencepiece protobuf`"
 
 
 def _restore_backend(tokenizer: Any, file: Path) -> None:

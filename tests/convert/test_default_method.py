@@ -9,7 +9,10 @@ import sys
 import numpy as np
 import pytest
 import tiny
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
+
+from model.common import tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
 FIT = {"method": "fit", "refit": True, "refine": 1024}
@@ -119,12 +122,39 @@ def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):
     assert np.array_equal(slow_ids[: len(body)], body)
 
 
+def test_a_vocabulary_of_sentencepiece(convert, source, tmp_path):
+    """A Vicuna has no other file; the tokens are those of sentencepiece itself."""
+    (source / "tokenizer.json").unlink()
+    text = ["the quick brown fox jumps over the lazy dog 0123456789"] * 20
+    with (source / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        )  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    prose = tmp_path / "prose.txt"
+    prose.write_text("A dog, a fox: über alles.\n" * 100)
+    chosen(convert, source, tmp_path / "out", "--calibration", prose, *TOKENS)
+    ids = np.frombuffer(lzma.decompress((tmp_path / "out/groupwise_calibration.xz").read_bytes()), "<u2")
+    own = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
+    assert ids.reshape(-1, 64)[:, 1:].ravel().tolist() == own.encode(prose.read_text())[: len(ids) * 63 // 64]
+
+
 def test_a_vocabulary_that_cannot_be_opened(convert, source, tmp_path):
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(b"\nof sentencepiece")
     convert("mha-to-mqa", source, tmp_path / "out").refused(
-        f"{source} has no tokenizer.json, which calibrating needs", "pip install sentencepiece protobuf"
+        f"{source} has no tokenizer.json, which calibrating needs", "tokenizer.model is damaged"
     )
+
+
+def test_without_the_library_of_a_vocabulary(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"\nof sentencepiece")
+    convert("mha-to-mqa", source, tmp_path / "out").refused("needs `pip install sentencepiece protobuf`")
 
 
 def test_a_vocabulary_of_tiktoken(convert, source, tmp_path):

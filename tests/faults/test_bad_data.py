@@ -349,7 +349,7 @@ def test_invalid_tokenizer(uptrain, tmp_path):
     for path in folder.iterdir():
         path.unlink()
     (folder / "tokenizer.model").write_bytes(b"of sentencepiece")
-    uptrain(*arguments, folder).refused("no tokenizer.json", "pip install sentencepiece protobuf")
+    uptrain(*arguments, folder).refused("no tokenizer.json", "tokenizer.model is damaged")
 
 
 # Changing sources
