@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.latent.check_source import check_latent_source
 from convert.latent.sizes import LatentSizes, suggested_sizes
-from convert.planning.notes import notes_of_checkpoint
+from convert.planning.notes import notes_of_checkpoint, notes_on_opening
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
@@ -39,11 +39,17 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.skipped_files),
-        "notes": list(notes_of_checkpoint(checkpoint, geometry.attention.family)),
+        "notes": _notes(checkpoint, geometry),
         "repeats": list(geometry.legal_repeats),
         "latent": [_latent_row(geometry, sizes) for sizes in latent_sizes],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
+
+
+def _notes(checkpoint: Checkpoint, geometry: Geometry) -> list[str]:
+    family = geometry.attention.family
+    can_be_merged = geometry.n_kv_heads > 1
+    return [*notes_of_checkpoint(checkpoint, family), *(notes_on_opening(family) if can_be_merged else ())]
 
 
 def _can_be_latent(checkpoint: Checkpoint) -> bool:
@@ -77,11 +83,14 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
             kv_bytes += heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
+    norms = geometry.attention.family.head_norms
+    # A norm over all heads together would count the copies of a head, too (vLLM, `olmo2.py`, `_apply_qk_norm`).
+    can_copy = norms is None or norms.per_head
     return {
         "groups": groups,
         "attention": attention_kind(geometry.n_heads, groups),
         "tensor_bytes": total - kv_bytes + kv_bytes * groups // geometry.n_kv_heads,
         "kv_cache_bytes_per_token": geometry.kv_cache_bytes_per_token(groups),
         "tensor_parallel_split": [n for n in sizes if groups % n == 0],
-        "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0],
+        "tensor_parallel_replicated": [n for n in sizes if groups % n and n % groups == 0 and can_copy],
     }

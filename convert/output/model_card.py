@@ -3,6 +3,7 @@
 The card contains no times and no paths, so the same conversion gives the same bytes.
 """
 
+import re
 from pathlib import Path
 
 from convert.latent.recipe import LatentRecipe, is_exact
@@ -19,6 +20,16 @@ from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, UPTRAINING_
 MODEL_CARD = "README.md"
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
+_FRONT_MATTER = re.compile(rb"---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_ENTRY = {
+    key: re.compile(rb"^%b:.*\n(?:[ \t-].*\n|\r?\n)*" % key.encode(), re.MULTILINE)
+    for key in ("base_model", "model-index")
+}
+"""A key of the front matter, and the lines of its value: those that are indented, or of a list."""
+_OF_THE_BASE_MODEL = (
+    b"> The text below describes the base model. What was changed is [at the end](#conversion-by-groupwise).\n\n"
+)
+
 TRAINING_DETAILS = (
     f"Details are in `{UPTRAINING_RECORD}`.".encode(),
     f"Details are in `{UPTRAINING_RECORD}` of the model before its conversion.".encode(),
@@ -34,10 +45,25 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     source = checkpoint.side_files.get(MODEL_CARD)
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
-    if source and plan.regrouped:  # the record is then not copied
-        source = source.replace(*TRAINING_DETAILS)
+    if source and plan.regrouped:
+        source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
+        source = _of_another_model(source, origin)
     card = source or _front_matter(origin, _tags(plan)).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
+
+
+def _of_another_model(card: bytes, origin: Origin) -> bytes:
+    """Return a card that says that its text describes the base model, and names it, if the hub has it.
+
+    Of the front matter, YAML between two lines `---`, the base model's measurements (`model-index`) are left out.
+    """
+    front, text = (match[1], card[match.end() :]) if (match := _FRONT_MATTER.match(card)) else (b"", card)
+    name, revision = origin
+    front = _ENTRY["model-index"].sub(b"", front)
+    if revision:
+        front = f"base_model: {name}\n".encode() + _ENTRY["base_model"].sub(b"", front)
+    text = text.lstrip() if text.lstrip().startswith(_OF_THE_BASE_MODEL) else _OF_THE_BASE_MODEL + text.lstrip()
+    return b"---\n" + front + b"---\n\n" + text if front else text
 
 
 def _tags(plan: Plan) -> list[str]:

@@ -136,8 +136,8 @@ def _check_start(path: Path) -> None:
         start = file.read(4)
     if start[:2] == _PICKLE:
         raise CheckpointError(
-            f"{path} is in the format of torch before 1.6, which cannot be read piece by piece; save it again: "
-            "torch.save(torch.load(FILE, weights_only=True), FILE)."
+            f"{path} is in the format of torch before 1.6, which cannot be read piece by piece; copy its folder, and "
+            "save it there again: torch.save(torch.load(FILE, weights_only=True), COPY)."
         )
     if start != _ZIP:
         raise CheckpointError(f"{path} is not a file that torch.save wrote, or is damaged: it is not a zip archive.")

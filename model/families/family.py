@@ -171,8 +171,8 @@ class Family:
     the class cannot calibrate."""
     head_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The same of the head, which matters where logits are computed."""
-    vllm_reads_kv_heads: bool = True
-    """Whether vLLM's own class creates the K/V heads that the config says, and not one for each query head."""
+    engines_without_gqa: tuple[str, ...] = ()
+    """Engines whose own class has a K/V head for each query head, whatever the config says. (Their source, 2026.)"""
     only_multi_query: bool = False
     """Whether the class supports only MHA and MQA, and no number of K/V heads between."""
     custom_code: CustomCode | None = None

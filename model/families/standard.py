@@ -143,13 +143,13 @@ STANDARD = (
         partial_rotary=True,
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", attention_norm=None, vllm_reads_kv_heads=False),
+    Family("olmo", attention_norm=None, engines_without_gqa=("vLLM", "SGLang")),
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
     Family("olmo3", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMoE: as OLMo 2, with experts, which are copied.
-    Family("olmoe", head_norms=FLAT_NORMS),
+    Family("olmoe", head_norms=FLAT_NORMS, engines_without_gqa=("llama.cpp", "SGLang")),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
@@ -158,10 +158,20 @@ STANDARD = (
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
         rotary_fraction=0.5,
         partial_rotary=True,
-        vllm_reads_kv_heads=False,
+        engines_without_gqa=("vLLM", "llama.cpp", "SGLang"),
     ),
     # Phi 3: queries, keys and values in one projection.
-    Family("phi3", fused="qkv_proj", partial_rotary=True),
+    Family(
+        "phi3",
+        fused="qkv_proj",
+        partial_rotary=True,
+        refused={
+            "rope_scaling.type": (
+                "su",
+                "transformers 5 cannot open it; set it to longrope, the same scaling under its later name.",
+            )
+        },
+    ),
     # Phi 3.5 MoE: Mixtral's layout; the experts are copied.
     Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused"),
     # Qwen 1.5 and 2: Llama's layout with q, k and v biases.

@@ -42,13 +42,21 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "marian", "mbart", "modernbert-decoder", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
         "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
     ),
-    "it runs its own code, which may ignore the number of K/V heads; rewrite it as llama or qwen2 first "
-    "(LLaMA-Factory: scripts/convert_ckpt/llamafy_baichuan2.py and llamafy_qwen.py), and convert that.": (
-        "baichuan", "qwen",
+    "it runs its own code, which may ignore the number of K/V heads; rewrite Baichuan2-7B as llama first "
+    "(LLaMA-Factory: scripts/convert_ckpt/llamafy_baichuan2.py), and convert that. (The script is wrong for the "
+    "others: Baichuan-7B's head is not normalised, and the 13B models use ALiBi.)": ("baichuan",),
+    "it runs its own code, which may ignore the number of K/V heads; rewrite it as qwen2 first (LLaMA-Factory: "
+    "scripts/convert_ckpt/llamafy_qwen.py), and convert that. (Qwen-VL cannot be rewritten.)": ("qwen",),
+    "it runs its own code, which may ignore the number of K/V heads, but its tensors are those of Llama with biases; "
+    'set "model_type": "llama", "architectures": ["LlamaForCausalLM"] and "attention_bias", as "bias" is, in its '
+    "config.json, and convert that.": ("internlm",),
+    "it runs its own code, which may ignore the number of K/V heads, but its tensors are Llama's; set "
+    '"model_type": "llama" and "architectures": ["LlamaForCausalLM"] in its config.json, and convert that.': (
+        "xverse",
     ),
-    f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": (
-        "chatglm", "internlm", "internlm2", "xgen",
-    ),
+    "it runs its own code, which may ignore the number of K/V heads; get the version of GLM-4 made for transformers "
+    "(its name ends with -hf).": ("chatglm",),
+    f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": ("internlm2", "xgen"),
     "it is a model as the LLaVA project saves it, which transformers does not open; get the version made for "
     "transformers (on the hub: llava-hf).": ("llava_llama", "llava_mistral", "llava_qwen"),
     "it is OLMo as its own package saves it; get the version made for transformers (its name ends with -hf).": (

@@ -10,6 +10,8 @@ WRAPPERS = (
     Wrapper("aya_vision", "cohere2"),
     # Gemma 3, 4B to 27B: as LLaVA, around Gemma 3's language model.
     Wrapper("gemma3", "gemma3_text"),
+    # GOT-OCR 2: as LLaVA, around Qwen 2.
+    Wrapper("got_ocr2", "qwen2"),
     # Idefics 2: a language model under `text_model`, a vision model, and a resampler with K/V heads of its own.
     Wrapper(
         "idefics2",
@@ -24,6 +26,8 @@ WRAPPERS = (
         prefix=r"(?:model\.)?text_model\.",
         other_towers=r"(?:model\.)?vision_model\.",
     ),
+    # Janus and Janus-Pro: a vision model, and one that generates images.
+    Wrapper("janus", "llama", other_towers=r"(?:model\.)?(?:vision_model|vqmodel)\."),
     # LLaVA 1.5 and its relatives: a language model under `language_model`, and a vision tower.
     Wrapper("llava", "llama"),
     # LLaVA 1.6: as LLaVA.
@@ -36,6 +40,8 @@ WRAPPERS = (
     Wrapper("mistral3", "mistral"),
     # PaliGemma: as LLaVA, around Gemma or Gemma 2.
     Wrapper("paligemma", "gemma"),
+    # Qwen2-Audio: as LLaVA, with a tower for sound.
+    Wrapper("qwen2_audio", "qwen2", other_towers=r"(?:model\.)?audio_tower\."),
     # SmolVLM: as Idefics 3.
     Wrapper(
         "smolvlm",

@@ -155,9 +155,28 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
 def test_card_includes_the_source_card(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     card = (tmp_path / "out/README.md").read_bytes().decode()
-    assert card.startswith(tiny.SIDE_FILES["README.md"].strip())
+    note = "> The text below describes the base model. What was changed is [at the end](#conversion-by-groupwise)."
+    front, text = tiny.SIDE_FILES["README.md"].split("\n\n")
+    assert card.startswith(f"{front}\n\n{note}\n\n{text.strip()}\n\n<!-- groupwise: begin -->")
     assert re.search(r"Base model \| source \|", card)
     assert "8 → 2" in card
+    assert convert("mha-to-mqa", "--method", "mean", tmp_path / "out", tmp_path / "again").code == 0
+    assert (tmp_path / "again/README.md").read_text().count(note) == 1
+
+
+def test_the_card_of_a_model_of_the_hub(convert, source, tmp_path):
+    """It names its parent, and not its parent's parent and measurements."""
+    front = "license: mit\nbase_model:\n- some/parent\nmodel-index:\n- name: x\n  results:\n  - 1\n\ntags: [a]\n"
+    (source / "README.md").write_text(f"---\n{front}---\n# Its card\n---\nmodel-index: this stays\n")
+    snapshot = tmp_path / "models--owner--name/snapshots" / ("a" * 40)
+    snapshot.parent.mkdir(parents=True)
+    source.rename(snapshot)
+    for groups, expected in ((2, "base_model: owner/name\nlicense: mit\ntags: [a]\n"), (8, front)):
+        out = tmp_path / f"out{groups}"
+        assert convert("mha-to-gqa", "--method", "mean", snapshot, out, "--groups", groups).code == 0
+        card = (out / "README.md").read_text()
+        assert card.startswith(f"---\n{expected}---\n")
+        assert "# Its card\n---\nmodel-index: this stays\n" in card
 
 
 def test_index_has_the_true_size(convert, source, tmp_path):

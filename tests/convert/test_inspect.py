@@ -17,6 +17,14 @@ def test_json(convert, source):
     assert four["tensor_parallel_replicated"] == [8]
 
 
+def test_heads_under_a_norm_over_all_of_them_cannot_be_copied(convert, tmp_path):
+    """A copy would count twice in the norm."""
+    source = tiny.save(tiny.build("olmo2"), tmp_path / "source")
+    rows = json.loads(convert("inspect", source, "--json").out)["groups"]
+    assert [row["tensor_parallel_split"] for row in rows] == [[1, 2, 4, 8], [1, 2, 4], [1, 2], [1]]
+    assert not any(row["tensor_parallel_replicated"] for row in rows)
+
+
 def test_sizes_are_those_of_the_outputs(convert, source, tmp_path):
     rows = json.loads(convert("inspect", source, "--json").out)["groups"]
     for row in rows:

@@ -38,10 +38,21 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     assert (report["ok"], report["differences"]) == (True, [])
 
 
-@pytest.mark.parametrize("family", ["phi", "olmo"])
-def test_a_note_on_classes_of_vllm_without_grouped_heads(convert, tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "engines", "instead"),
+    [
+        ("phi", "vLLM, llama.cpp and SGLang", "vLLM and SGLang"),
+        ("olmo", "vLLM and SGLang", "vLLM and SGLang"),
+        ("olmoe", "llama.cpp and SGLang", "SGLang"),
+    ],
+)
+def test_a_note_on_engines_without_grouped_heads(convert, tmp_path, family, engines, instead):
     source, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
-    note = f"vLLM's own class of {family} creates a K/V head for each query head"
+    note = (
+        f"the classes of {family} in {engines} have a K/V head for each query head, and cannot load merged heads (read "
+        f"in their source, not tried); start {instead} with --model-impl transformers."
+    )
+    assert note in json.loads(convert("inspect", source, "--json").out)["notes"]
     notes = json.loads(convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", "--json").out)["notes"]
     assert [note in each for each in notes] == [True]
     assert note in (out / "README.md").read_text()

@@ -85,7 +85,7 @@ def test_bin_of_the_other_byte_order(refuse, folder):
 def test_bin_of_old_torch(refuse, folder):
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    refuse(folder, "torch before 1.6", "save it again")
+    refuse(folder, "torch before 1.6", "save it there again")
 
 
 def nested(tensors):

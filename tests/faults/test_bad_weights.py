@@ -325,3 +325,17 @@ def test_a_shard_whose_name_is_not_utf_8(refuse, source):
     odd = path.rename(source / os.fsdecode(b"na\xefve.safetensors"))
     index.write_text(index.read_text().replace(json.dumps(path.name), json.dumps(odd.name)))
     refuse("'na\\udcefve.safetensors'", "not a plain file name")
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"])
+def test_a_checkpoint_of_megatron(refuse, tmp_path, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"10")
+    refuse(f"{tmp_path / 'run'} itself holds no weights", "a checkpoint of Megatron", "export it", path=tmp_path / "run")
+
+
+def test_an_archive_of_nemo(refuse, tmp_path):
+    path = tmp_path / "model.nemo"
+    path.write_bytes(b"tar")
+    refuse("an archive of NeMo", "export it as a Hugging Face folder first", path=path)

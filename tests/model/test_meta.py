@@ -116,6 +116,7 @@ def test_config_says_what_params_and_shapes_do(tmp_path):
     ("params", "context", "factor"),
     [
         ({}, 2048, None),
+        ({"norm_eps": 1e-5}, 4096, None),
         ({"rope_theta": 1e6}, 16384, None),
         ({"rope_theta": 500000.0, "use_scaled_rope": False}, 8192, None),
         ({"rope_theta": 500000.0, "use_scaled_rope": True, "rope_scaling_factor": 8}, 131072, 8.0),

@@ -94,3 +94,13 @@ def test_unknown_type_on_the_command_line(convert, source, tmp_path, model_type)
 def test_unknown_wrapped_models(config, words):
     with pytest.raises(CheckpointError, match=words):
         find_family({"model_type": "llava", **config})
+
+
+def test_the_former_name_of_longrope(convert, tmp_path):
+    """transformers 5 raises a KeyError for it."""
+    factors = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}
+    source = tiny.save(tiny.build("phi3", rope_parameters={"rope_type": "longrope", **factors}), tmp_path / "source")
+    out = tmp_path / "out"
+    assert convert("mha-to-mqa", "--method", "mean", source, out, "--dry-run").code == 0
+    tiny.edit_config(source, rope_parameters=None, rope_scaling={"type": "su", **factors})
+    convert("mha-to-mqa", "--method", "mean", source, out).refused('rope_scaling.type = "su"', "set it to longrope")

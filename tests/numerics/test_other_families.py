@@ -417,6 +417,9 @@ def test_mpt(convert, tmp_path, norms):
         if "Wqkv" in name:
             expected = torch.cat([tensor[:HIDDEN], expected[2 * HEAD_DIM :]])  # but for the queries
         assert torch.equal(after[name], expected), name
+    assert "open the result with the checkpoint's own code: trust_remote_code=True" in (
+        tmp_path / "out/README.md"
+    ).read_text()
     attention = {"attn_type": "grouped_query_attention", "alibi": True, "kv_n_heads": 2}
     assert json.loads((tmp_path / "out/config.json").read_text()) == {**MPT, "attn_config": attention}
     assert convert("verify", source, tmp_path / "out").code == 0

@@ -44,7 +44,8 @@ def how_trained(family: str, folder: Path) -> str:
         check_exportable(folder, *tensor_names(folder))
         check_packing(load_student(folder), seq_len=8)
     except (CheckpointError, InputError):
-        return "no: images" if family in tiny.WRAPPERS else "no: experts"
+        of_wrapper = "no: sound" if family == "qwen2_audio" else "no: images"
+        return of_wrapper if family in tiny.WRAPPERS else "no: experts"
     return "own code" if family in NATIVE_FAMILIES else "yes"
 
 

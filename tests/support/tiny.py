@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PretrainedConfig,  # so named in transformers 4 too
     PreTrainedModel,
 )
@@ -91,21 +91,36 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "nu
 VISION = {**SIZES, "image_size": 8, "patch_size": 4}
 CLIP = {"model_type": "clip_vision_model", **VISION, "projection_dim": 8}
 SIGLIP = {"model_type": "siglip_vision_model", **VISION}
+GOT = {**VISION, "window_size": 1, "global_attn_indexes": [1], "mlp_dim": 24, "output_channels": 8}
+JANUS = {**VISION, "projection_dim": HIDDEN, "mlp_ratio": 2}
+VQ = {
+    "embed_dim": 4, "num_embeddings": 8, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1],
+    "num_res_blocks": 1, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN,
+}  # fmt: skip
+AUDIO = {
+    "num_mel_bins": 4, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16,
+    "max_source_positions": 8,
+}  # fmt: skip
 RESAMPLER = {
     "hidden_size": HIDDEN, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
     "resampler_head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
+IMAGE_TOKEN = dict.fromkeys(("idefics2", "idefics3", "janus", "smolvlm"), "image_token_id")
+IMAGE_TOKEN["qwen2_audio"] = "audio_token_index"
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("cohere2", {"vision_config": SIGLIP}),
     "gemma3": ("gemma3_text", {"vision_config": SIGLIP, "mm_tokens_per_image": 4}),
+    "got_ocr2": ("qwen2", {"vision_config": GOT}),
     "idefics2": ("mistral", {"vision_config": VISION, "perceiver_config": RESAMPLER}),
     "idefics3": ("llama", {"vision_config": VISION, "scale_factor": 2}),
+    "janus": ("llama", {"vision_config": JANUS, "vq_config": VQ}),
     "llava": ("llama", {"vision_config": CLIP}),
     "llava_next": ("llama", {"vision_config": CLIP}),
     "llava_next_video": ("llama", {"vision_config": CLIP}),
     "llava_onevision": ("qwen2", {"vision_config": SIGLIP}),
     "mistral3": ("ministral3", {"vision_config": {"model_type": "pixtral", **VISION}, "spatial_merge_size": 1}),
     "paligemma": ("gemma2", {"vision_config": SIGLIP, "projection_dim": HIDDEN}),
+    "qwen2_audio": ("qwen2", {"audio_config": AUDIO}),
     "smolvlm": ("llama", {"vision_config": VISION, "scale_factor": 2}),
     "video_llava": ("llama", {"vision_config": CLIP}),
     "vipllava": ("llama", {"vision_config": CLIP, "vision_feature_layers": [0, 1]}),
@@ -139,13 +154,13 @@ def make_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     settings |= {**SETTINGS.get(inner(family), {}), **changes}
     if family in WRAPPERS:
         text = {"model_type": inner(family), **settings}
-        image = "image_token_id" if family in ("idefics2", "idefics3", "smolvlm") else "image_token_index"
+        image = IMAGE_TOKEN.get(family, "image_token_index")
         return AutoConfig.for_model(family, text_config=text, **{image: 66}, **copy.deepcopy(WRAPPERS[family][1]))
     return AutoConfig.for_model(family, **settings)
 
 
 def model_class(family: str) -> Any:
-    return AutoModelForImageTextToText if family in WRAPPERS else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if family in WRAPPERS else AutoModelForCausalLM
 
 
 def build(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -75,7 +75,9 @@ class Params:
         elif self.rope_theta == 1000000.0:
             length, of = 16384, "Code Llama"
         else:
-            length, of = 2048, "Llama 1, while Llama 2 has 4096"
+            # Llama 1 up to 33B has 1e-6. Its 65B has 1e-5, too, and the width of Llama 2's 70B, which is grouped.
+            is_llama2 = self.norm_eps == 1e-5 and (self.dim < 8192 or self.n_kv_heads < self.n_heads)
+            length, of = (4096, "Llama 2") if is_llama2 else (2048, "Llama 1")
         return length, (
             f"{PARAMS} does not give the context length; config.json says max_position_embeddings = {length}, as in "
             f"{of}. Correct it there if it is wrong, or set max_seq_len in {PARAMS}."
