@@ -36,7 +36,7 @@ class LatentLayer:
     recipe: "LatentRecipe"
     sizes: LatentSizes
     rope: SourceRope
-    place: str
+    prefix: str
     """The beginning of the attention's tensor names."""
     attention_norm: str
     """The weight of the norm before the attention."""
@@ -46,12 +46,12 @@ class LatentLayer:
     @property
     def names(self) -> StockNames:
         """The names of the output's tensors."""
-        return StockNames(self.place, self.sizes.norm == "bias")
+        return StockNames(self.prefix, self.sizes.norm == "bias")
 
     @property
     def source(self) -> tuple[str, str, str, str]:
         """The projections of queries, keys, values and output in the source."""
-        q, k, v, o = (f"{self.place}{part}_proj.weight" for part in "qkvo")
+        q, k, v, o = (f"{self.prefix}{part}_proj.weight" for part in "qkvo")
         return q, k, v, o
 
     @property
@@ -62,7 +62,7 @@ class LatentLayer:
     @property
     def file(self) -> str:
         """The name of the layer's file in the calibration folder."""
-        return f"{self.place}latent.npz"
+        return f"{self.prefix}latent.npz"
 
     @property
     def reported(self) -> tuple["Heads", ...]:

@@ -143,7 +143,7 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
         copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
         computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), copies=(copy,))
     if scale != 1:
-        written = [f"{layer.place.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
+        written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
         for name in (EMBEDDING, *written):
             computed[name] = OutputTensor(checkpoint.tensors[name], scaled=Scaled(name, scale))
     return computed
