@@ -79,7 +79,9 @@ def to_stock_tensors(
         np.full(sizes.latent, rounded),
         up_HUL.reshape(-1, sizes.latent),
         join_heads(attention.o_HMD) * scale,
-        np.concatenate([np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope)]),
+        np.concatenate(
+            [np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope_dims)]
+        ),
         np.zeros(sizes.hidden_size),
     )
     return dict(zip((*names.weights, *names.biases), tensors, strict=False))

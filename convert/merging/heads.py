@@ -77,11 +77,8 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
         name = " to ".join(dict.fromkeys((sources[0][0], sources[-1][0])))
         merged_DM = merge_heads(heads_HDM, rng)
         report = report_on_group(heads_HDM, merged_DM, name)
-        yield (
-            merge.output.tensor_and_row(head)[1],
-            merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]),
-            report,
-        )
+        _, row = merge.output.tensor_and_row(head)
+        yield row, merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]), report
 
 
 def _read_group(checkpoint: Checkpoint, sources: list[tuple[str, int]], n_rows: int) -> Array:

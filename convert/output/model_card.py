@@ -91,7 +91,7 @@ def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
     sizes = plan.sizes
     return [
         ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
-        ("Latent, rotated key", f"{sizes.latent} + {sizes.rope} numbers for each token and layer"),
+        ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
         ("Norm of the latent", f"undone by `{sizes.norm}`"),
         ("Method", _method(plan)),
         ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),

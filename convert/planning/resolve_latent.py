@@ -56,7 +56,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     recipe = LatentRecipe(
         LATENT,
         latent=sizes.latent,
-        rope=sizes.rope,
+        rope_dims=sizes.rope_dims,
         norm=sizes.norm,
         frequencies=frequencies,
         latent_method=options.method,
@@ -81,7 +81,7 @@ def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOp
         return
     fitting = suggested_sizes(geometry)
     advice = (
-        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope}; "
+        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope_dims}; "
         f"convert inspect {shlex.quote(str(checkpoint.path))} lists sizes"
         if fitting
         else f"--latent, at most {most}"
@@ -96,22 +96,22 @@ def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Fre
     """Raise CheckpointError if a method for comparison does not have these options."""
     if options.calibration == NONE:
         raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
-    if frequencies != "stock" or sizes.head_dim % sizes.rope:
+    if frequencies != "stock" or sizes.head_dim % sizes.rope_dims:
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
             f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."
         )
 
 
-def _frequencies(rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -> Frequencies:
+def _frequencies(source_rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -> Frequencies:
     """Return which frequencies the rotated key has. Those of a scaled rotation are not the powers of any base."""
     requested = options.frequencies
-    if requested == "stock" and not rope.is_plain:
+    if requested == "stock" and not source_rope.is_plain:
         raise CheckpointError(
             "--frequencies stock cannot express the source's scaled rotary embedding; give --frequencies longrope."
         )
     prefers_stock = is_exact(sizes, "stock") or options.method != "fit"
-    return requested or ("stock" if rope.is_plain and prefers_stock else "longrope")
+    return requested or ("stock" if source_rope.is_plain and prefers_stock else "longrope")
 
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
@@ -122,6 +122,6 @@ def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Freq
     if options.calibration == NONE:
         raise CheckpointError(f"{given} needs a calibration text, but --calibration none was given.")
     raise CheckpointError(
-        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope} with {frequencies} frequencies "
+        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope_dims} with {frequencies} frequencies "
         "computes what the source does, without calibration; leave it out."
     )
