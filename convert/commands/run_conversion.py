@@ -88,7 +88,7 @@ def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
 def _print_result(
     checkpoint: Checkpoint, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]
 ) -> None:  # fmt: skip
-    if not plan.regrouped:
+    if not plan.computed:
         console.echo("The number of K/V heads is unchanged; every tensor was copied.")
     elif plan.recipe.method in METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
@@ -114,7 +114,7 @@ def _print_result(
 def _costs_quality(plan: Plan) -> bool:
     if isinstance(plan, LatentPlan):
         return not is_exact(plan.sizes, plan.recipe.frequencies)
-    return bool(plan.regrouped) and plan.recipe.method != REPEAT
+    return bool(plan.computed) and plan.recipe.method != REPEAT
 
 
 def _is_trainable(geometry: Geometry) -> bool:

@@ -34,7 +34,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     source = checkpoint.side_files.get(MODEL_CARD)
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
-    if source and plan.regrouped:  # the record is then not copied
+    if source and plan.computed:  # the record is then not copied
         source = source.replace(*TRAINING_DETAILS)
     card = source or _front_matter(origin, _tags(plan)).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
@@ -76,7 +76,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     geometry = plan.geometry
     if isinstance(plan, LatentPlan):
         return _latent_facts(plan)
-    if not plan.regrouped:
+    if not plan.computed:
         return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
     before, after = plan.kv_cache_bytes
     return [
@@ -116,7 +116,7 @@ def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
     if isinstance(plan, LatentPlan):
         return _what_latent_did(plan, exactly)
-    if not plan.regrouped:
+    if not plan.computed:
         return f"No heads were merged: the weights are the base model's, {exactly}."
     if plan.recipe.method == REPEAT:
         return (
@@ -146,7 +146,7 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
         if exact
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
-    scaled = any(output.scaled for output in plan.regrouped.values())
+    scaled = any(output.scaled for output in plan.computed.values())
     residual = (
         "The embedding and the output projections of attention and MLP are scaled, so that\n"
         f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "

@@ -88,7 +88,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         max_shard_size=max_shard_size,
         tensors=tensors,
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
-        regrouped=computed,
+        computed=computed,
         code=None,
         notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
         largest_group=max(2 * layer.nbytes for layer in layers),

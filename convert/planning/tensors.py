@@ -69,7 +69,7 @@ def regroup(
     for source, output in zip(before, after, strict=True):
         for name in output.tensors:
             pairs[name].append((source, output))
-    return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
+    return {name: _output_tensor(name, heads, tensors) for name, heads in pairs.items()}
 
 
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
@@ -123,7 +123,7 @@ def _regroup_layers(
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
-    regrouped: dict[str, OutputTensor] = {}
+    computed: dict[str, OutputTensor] = {}
     per_layer = len(family.attention)
     for i, prefix in enumerate(_prefixes(geometry)):
         source, target = (
@@ -142,11 +142,11 @@ def _regroup_layers(
         for name in merge.tensors:
             tensor = tensors[name]
             shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])
-            regrouped[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
-    return regrouped
+            computed[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
+    return computed
 
 
-def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, TensorInfo]) -> OutputTensor:
+def _output_tensor(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, TensorInfo]) -> OutputTensor:
     copies: list[Rows] = []
     merges: list[HeadMerge] = []
     n_rows = 0

@@ -33,7 +33,7 @@ def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], find
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
         findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
-    if record["sha256"].keys() != {name for name, tensor in plan.regrouped.items() if tensor.layer is not None}:
+    if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
         findings.differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
     expected = planned_record(source, plan)
     for part in ("source", "geometry"):
