@@ -63,7 +63,7 @@ class CalibrationWindows:
         return [window for window in range(self.n_windows) if is_validation_window(window)]
 
     @property
-    def fitted(self) -> list[int]:
+    def training_windows(self) -> list[int]:
         return [window for window in range(self.n_windows) if not is_validation_window(window)]
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:

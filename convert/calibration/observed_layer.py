@@ -54,11 +54,11 @@ class ObservedLayer(LayerModule):
         if self._last_call is None:
             raise no_attention_function(self._model_type)
 
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+    def attention_weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
         assert self._last_call is not None, "call `run` first"
-        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
+        return attention_weights(self._last_call, q_HSD, k_KTD, at_S)
 
     def _repeated(self, rows_CX: Tensor) -> Tensor:
         """Return the rows of K/V heads, repeated to the number of heads that the class has."""
-        heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
-        return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
+        heads_KDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
+        return heads_KDX.repeat_interleave(self.n_kv_heads // len(heads_KDX), dim=0).flatten(0, 1)

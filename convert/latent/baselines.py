@@ -27,8 +27,7 @@ def solve_as(
 ) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
     sizes = target.sizes
-    half, n_kv_heads = sizes.head_dim // 2, sizes.n_kv_heads
-    queries_per_key = sizes.n_heads // n_kv_heads
+    half, n_kv_heads, queries_per_key = sizes.head_dim // 2, sizes.n_kv_heads, before.queries_per_key
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
