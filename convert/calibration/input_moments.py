@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadStates
-from convert.calibration.layer_stream import Layer, is_validation_window
 from convert.latent.closed_form import InputMoments
+from convert.layers.layer_module import HeadStates
+from convert.layers.layer_stream import Layer, is_validation_window
 from model.decoder.devices import float64_device, to_float64
 
 QUERIES = 2048

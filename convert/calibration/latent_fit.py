@@ -11,12 +11,12 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import LatentWeights, latent_weights, with_latent_weights
 from convert.calibration.layer_output import squared_error
-from convert.calibration.layer_stream import Layer
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import Layer
 from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from convert.calibration.input_moments import DrawnKeys
-from convert.calibration.layer_stream import Layer
 from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import Layer
 from convert.merging.weights import LayerAttention
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate

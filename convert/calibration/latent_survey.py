@@ -15,11 +15,11 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import original_output, squared_error
-from convert.calibration.layer_stream import Layer, iter_layers
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_positions
 from convert.latent.layer import LatentLayer
+from convert.layers.layer_stream import Layer, iter_layers
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
-from convert.calibration.layer_module import Weights
-from convert.calibration.layer_stream import Layer
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_module import Weights
+from convert.layers.layer_stream import Layer
 from convert.merging.weights import LayerAttention, Real, join_heads, split_heads
 from model.decoder.devices import to_float64
 

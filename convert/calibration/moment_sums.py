@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadStates
-from convert.calibration.layer_stream import Layer
+from convert.layers.layer_module import HeadStates
+from convert.layers.layer_stream import Layer
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate_first

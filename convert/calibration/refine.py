@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_output import AnyWeights, heads_out, original_output, squared_error
-from convert.calibration.layer_stream import Layer
+from convert.layers.layer_stream import Layer
 from model.common.console import Advance
 
 BATCH_TOKENS = 1024

@@ -13,11 +13,11 @@ from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.frequencies import evenly, spacings
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import fast_float32_matmul

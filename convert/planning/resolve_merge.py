@@ -123,8 +123,8 @@ def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Calibratio
     """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import TextGeneration
-        from convert.calibration.incremental_decoder import check_writes_text
-        from convert.calibration.layer_stream import check_tokens, open_checked
+        from convert.layers.incremental_decoder import check_writes_text
+        from convert.layers.layer_stream import check_tokens, open_checked
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)

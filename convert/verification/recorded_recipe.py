@@ -64,7 +64,7 @@ def _stored_text(
     try:
         if find_spec("torch") is None:
             raise CheckpointError(NO_TORCH)
-        from convert.calibration.layer_stream import check_tokens, open_layers
+        from convert.layers.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
         check_tokens(open_layers(source, text.window, device), text)

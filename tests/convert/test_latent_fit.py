@@ -21,11 +21,11 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_stream import iter_layers
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.frequencies import evenly
 from convert.latent.recipe import LATENT, LatentRecipe
+from convert.layers.layer_stream import iter_layers
 from convert.planning.latent_plan import make_latent_plan
 from model.checkpoint import open_checkpoint
 

@@ -13,10 +13,11 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import calibrate_layers, layer_stream, transformers_layers
+from convert.calibration import calibrate_layers
 from convert.calibration.layer_output import weights_of
-from convert.calibration.transformers_layers import TransformersLayers
 from convert.calibration_text.read import read_calibration_text
+from convert.layers import layer_stream, transformers_layers
+from convert.layers.transformers_layers import TransformersLayers
 from convert.merging.layer import read_attention
 from convert.merging.layer_file import load_layer
 from convert.merging.recipe import Recipe

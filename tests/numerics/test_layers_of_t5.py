@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
 
-from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers
 from convert.calibration.layer_output import weights_of
+from convert.layers.encoder_decoder_layers import EncoderDecoderLayers
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
+from convert.layers.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config

@@ -1,4 +1,4 @@
-"""Observe the attention of layers that a class of transformers runs: what `transformers_layer` and T5's layers share.
+"""Observe the attention of layers that a class of transformers runs: what `transformers_module` and T5's layers share.
 
 The letters are those of `layer_module`.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import LayerModule
+from convert.layers.layer_module import LayerModule
 from model.checkpoint import Checkpoint
 from model.decoder.observed_attention import ObservedCall, Observer, attention_weights, observe_attention
 from model.decoder.transformers_classes import no_attention_function, refusing

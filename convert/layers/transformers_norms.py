@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import Weights
+from convert.layers.layer_module import Weights
 from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
-from convert.calibration.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
+from convert.layers.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
+from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, Weights
-from convert.calibration.observed_layer import ObservedLayer
-from convert.calibration.transformers_norms import TransformersNorms
+from convert.layers.layer_module import HeadObserver, HeadStates, Weights
+from convert.layers.observed_layer import ObservedLayer
+from convert.layers.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
