@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from convert.conversion import plan_recipe
 from convert.merging.heads import merge_groups
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.output.groupwise_json import earlier_conversion, read_record
 from convert.output.write_shards import digest, scaled_rows
+from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan
 from convert.verification.files import compare_files
 from convert.verification.findings import Findings
@@ -70,7 +70,7 @@ def verify(
             )
         recipe = recorded_recipe(source, out_path, record, device, findings)
         try:
-            plan = plan_recipe(source, record["groups"], recipe, None)
+            plan = make_plan(source, record["groups"], recipe, None)
         except CheckpointError as error:
             raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
         same_names = _compare_names(plan, out, findings)
