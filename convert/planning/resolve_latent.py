@@ -8,15 +8,14 @@ from convert.latent import DEFAULT_LATENT, Frequencies, LatentMethod, LatentNorm
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
-from convert.planning.resolve_merge import MergeOptions, read_text
+from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import Checkpoint
-from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
 
-@dataclass(frozen=True)
-class LatentOptions:
+@dataclass(frozen=True, kw_only=True)
+class LatentOptions(CalibrationOptions):
     """The options of `convert mha-to-mla`. None: not set by the user.
 
     `method`, which the help does not show, is for comparison with published methods: they are not refined by default.
@@ -28,17 +27,6 @@ class LatentOptions:
     frequencies: Frequencies | None
     method: LatentMethod
     refine: int | None
-    calibration: str | None
-    calibration_tokens: int | None
-    device: str = AUTO_DEVICE
-    seed: int = 0
-
-    @property
-    def text_options(self) -> MergeOptions:
-        """The options that name the calibration text."""
-        return MergeOptions(
-            seed=self.seed, calibration=self.calibration, calibration_tokens=self.calibration_tokens, device=self.device
-        )
 
 
 def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentRecipe:
@@ -70,7 +58,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     fits, refine = options.method == "fit", options.refine
     if refine is None:
         refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
-    text, device = read_text(checkpoint, options.text_options)
+    text, device = read_text(checkpoint, options)
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
@@ -116,7 +104,7 @@ def _frequencies(source_rope: SourceRope, sizes: LatentSizes, options: LatentOpt
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
     """Raise CheckpointError for an option of the calibration where there is none."""
-    given = options.text_options.calibration_option or ("--refine" if options.refine else None)
+    given = options.calibration_option or ("--refine" if options.refine else None)
     if given is None:
         return
     if options.calibration == NONE:
