@@ -11,7 +11,7 @@ from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
 from convert.latent.recipe import is_exact
-from convert.merging.methods import METHODS, REPEAT
+from convert.merging.methods import HEAD_METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan
@@ -90,7 +90,7 @@ def _print_result(
 ) -> None:  # fmt: skip
     if not plan.computed:
         console.echo("The number of K/V heads is unchanged; every tensor was copied.")
-    elif plan.recipe.method in METHODS:  # the other methods fit heads, so that cosines and norms say little
+    elif plan.recipe.method in HEAD_METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
     tables.print_plan(summary, done=True)
     source, written = shlex.quote(summary["source"]), shlex.quote(str(out))

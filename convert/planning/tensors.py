@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from convert.errors import UnsupportedMethodError
 from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerConversion, LayerMerge
-from convert.merging.methods import METHODS
+from convert.merging.methods import HEAD_METHODS
 from convert.merging.recipe import Recipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import TensorInfo
@@ -78,13 +78,13 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], met
     if geometry.n_rotary_pairs is None and family.rotary_fraction is not None:
         raise UnsupportedMethodError(
             f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
-            f"them in a head of {geometry.head_dim}; choose {', '.join(METHODS)}."
+            f"them in a head of {geometry.head_dim}; choose {', '.join(HEAD_METHODS)}."
         )
     if geometry.n_rotary_pairs is None:
         without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
-            f"model_type {family.model_type!r}{without}; choose {', '.join(METHODS)}."
+            f"model_type {family.model_type!r}{without}; choose {', '.join(HEAD_METHODS)}."
         )
     for prefix in _prefixes(geometry):
         biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", prefix)}
@@ -106,7 +106,7 @@ def _check_norms(family: Family, prefix: str, tensors: Mapping[str, TensorInfo],
     if norms.kind == "layer" and present:
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, but {present[0]} normalises queries or keys "
-            f"afterwards, and subtracts their mean; choose {', '.join(METHODS)}."
+            f"afterwards, and subtracts their mean; choose {', '.join(HEAD_METHODS)}."
         )
 
 
