@@ -13,7 +13,7 @@ from convert.calibration.run_calibration import calibrate
 from convert.calibration_text.read import pack
 from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
-from convert.output.model_card import MODEL_CARD, model_card
+from convert.output.model_card import model_card
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.make_plan import make_plan
@@ -31,8 +31,8 @@ from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
-from model.common.files import check_name, copy_file, lies_in, sync_file, sync_folder, tree_bytes
-from model.common.read_files import CONVERSION_RECORD
+from model.common.files import check_name, copy_file, lies_in, sync_tree, tree_bytes
+from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import AREAS, Staging, check_out
 
 POSITIONS = "positions of the rotated key"
@@ -209,9 +209,5 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     for name, content in files.items():
         copy_file(content, folder / name)
     staging.keep_only([*files, *(shard.name for shard in plan.shards)])  # an earlier run may have left other files
-    for path in folder.rglob("*"):  # after all writes, so that the disk can combine them
-        if path.is_dir():
-            sync_folder(path)
-        elif path.suffix != ".safetensors":
-            sync_file(path)
+    sync_tree(folder, synced=".safetensors")
     return record

@@ -14,9 +14,8 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, UPTRAINING_RECORD, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD, read_bytes_up_to
 
-MODEL_CARD = "README.md"
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 TRAINING_DETAILS = (
