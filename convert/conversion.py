@@ -9,15 +9,14 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from convert.calibration.run_calibration import calibrate
 from convert.calibration_text.read import pack
-from convert.latent.recipe import LatentRecipe
-from convert.merging.recipe import Recipe
 from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
-from convert.output.model_card import MODEL_CARD, model_card
+from convert.output.model_card import model_card
 from convert.output.write_shards import total_bytes, write_shards
-from convert.planning.latent_plan import LatentPlan, make_latent_plan
-from convert.planning.merge_plan import MergePlan, make_merge_plan
+from convert.planning.latent_plan import LatentPlan
+from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import (
@@ -32,8 +31,8 @@ from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
-from model.common.files import check_name, copy_file, lies_in, sync_file, sync_folder, tree_bytes
-from model.common.read_files import CONVERSION_RECORD
+from model.common.files import check_name, copy_file, lies_in, sync_tree, tree_bytes
+from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import AREAS, Staging, check_out
 
 POSITIONS = "positions of the rotated key"
@@ -119,7 +118,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     with _resumable(staging, before), prefix_path(checkpoint.config_folder):
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
-        calibrate(checkpoint, plan, staging.scratch, quiet)
+        calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
         if fingerprint(checkpoint, requested) != before:
@@ -158,7 +157,7 @@ def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, q
     with console.progress_bar("Writing text", generated.n_tokens, quiet, unit="tokens") as progress:
         generated_NT = generated.write(staging.scratch / "generated-text", progress)
     recipe = replace(plan.recipe, text=text.with_generated(generated_NT))
-    return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
+    return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
 def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
@@ -177,31 +176,7 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
         shutil.rmtree(folder)
         staging.record(POSITIONS, positions)
     recipe = replace(plan.recipe, positions=tuple(staging.finished[POSITIONS]))
-    return plan_recipe(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
-
-
-def plan_recipe(checkpoint: Checkpoint, n_kv_heads: int, recipe: Recipe, max_shard_size: int | None) -> Plan:
-    """Plan a conversion by a recipe of either kind. A latent recipe ignores `n_kv_heads`."""
-    if isinstance(recipe, LatentRecipe):
-        return make_latent_plan(checkpoint, recipe, max_shard_size)
-    return make_merge_plan(checkpoint, n_kv_heads, recipe, max_shard_size)
-
-
-def calibrate(checkpoint: Checkpoint, plan: Plan, folder: Path, quiet: bool) -> None:
-    """Write the merged layers into a folder, if the recipe has a calibration text."""
-    text = plan.recipe.text
-    if text is None or not plan.conversions:
-        return
-    from convert.calibration.calibrate_layers import calibrate_layers
-    from convert.calibration.latent_fit import calibrate_latent  # imported here, because they need torch
-
-    total = len(plan.conversions) * (text.n_tokens + plan.recipe.refine)
-    with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
-        if isinstance(plan, LatentPlan):
-            calibrate_latent(checkpoint, plan.layers, text, folder, progress)
-        else:
-            assert isinstance(plan, MergePlan)
-            calibrate_layers(checkpoint, plan.layers, text, folder, progress)
+    return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
 def _check_side_files(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -234,9 +209,5 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     for name, content in files.items():
         copy_file(content, folder / name)
     staging.keep_only([*files, *(shard.name for shard in plan.shards)])  # an earlier run may have left other files
-    for path in folder.rglob("*"):  # after all writes, so that the disk can combine them
-        if path.is_dir():
-            sync_folder(path)
-        elif path.suffix != ".safetensors":
-            sync_file(path)
+    sync_tree(folder, synced=".safetensors")
     return record

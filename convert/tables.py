@@ -6,6 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from model.checkpoint.tensor import layer_number
 from model.common.console import console, duration, print_key_values, size
 
 
@@ -154,6 +155,4 @@ def _kind(entry: dict[str, Any]) -> str:
 def _mean_and_lowest(entries: list[dict[str, Any]], key: str) -> tuple[str, str]:
     mean = sum(entry[key] for entry in entries) / len(entries)
     lowest = min(entries, key=lambda entry: float(entry[key]))
-    layer = re.search(r"\.(\d+)\.", lowest["tensor"])
-    assert layer is not None
-    return f"{mean:.3f}", f"{lowest[key]:.3f} ({layer[1]})"
+    return f"{mean:.3f}", f"{lowest[key]:.3f} ({layer_number(lowest['tensor'])})"

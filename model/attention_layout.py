@@ -58,10 +58,10 @@ class Heads:
     def rows(self) -> NDArray[np.intp]:
         """The rows of all heads, in the heads' order; for heads in one tensor."""
         assert len(self.tensors) == 1
-        starts = np.array([self.place(head)[1] for head in range(self.n)], dtype=np.intp)
+        starts = np.array([self.tensor_and_row(head)[1] for head in range(self.n)], dtype=np.intp)
         return (starts[:, None] + np.arange(self.rows_per_head)).flatten()
 
-    def place(self, head: int) -> tuple[str, int]:
+    def tensor_and_row(self, head: int) -> tuple[str, int]:
         """Return the tensor that holds a head, and the head's first row in that tensor."""
         if len(self.tensors) > 1:
             return self.tensors[head], 0
@@ -83,9 +83,9 @@ def make_layout(family: Family, sizes: Sizes) -> Layout:
     """Return the layout of a family's attention, all optional parts included."""
     one = _one_attention(family, sizes)
     return Layout(
-        {f"{place}.{part}": shape for place in family.attention for part, shape in one.shapes.items()},
-        frozenset(f"{place}.{part}" for place in family.attention for part in one.required),
-        tuple(_prefixed(f"{place}.", heads) for place in family.attention for heads in one.heads),
+        {f"{module}.{part}": shape for module in family.attention for part, shape in one.shapes.items()},
+        frozenset(f"{module}.{part}" for module in family.attention for part in one.required),
+        tuple(_prefixed(f"{module}.", heads) for module in family.attention for heads in one.heads),
     )
 
 
@@ -117,17 +117,18 @@ def _contiguous(kind: Kind, tensors: tuple[str, ...], rows_per_head: int, n: int
     return Heads(kind, tensors, 0, rows_per_head, n, heads_per_block=n, rows_per_block=n * rows_per_head)
 
 
-def projections(family: Family, sizes: Sizes, parameter: str, place: str) -> tuple[Heads, Heads, Heads]:
+def projections(family: Family, sizes: Sizes, parameter: str, prefix: str) -> tuple[Heads, Heads, Heads]:
     """Return the query, key and value heads of one attention module, in its weights or its biases.
 
-    `parameter`: `weight` or `bias`. `place`: the beginning of the module's tensor names.
+    `parameter`: `weight` or `bias`. `prefix`: the beginning of the module's tensor names.
     """
     if family.fused:
         _, heads = _fused(family, sizes)
-        q, k, v = (_prefixed(place, each) for each in heads if each.tensors[0].endswith(parameter))
+        q, k, v = (_prefixed(prefix, each) for each in heads if each.tensors[0].endswith(parameter))
         return q, k, v
     q, k, v = (
-        _contiguous(kind, (f"{place}{name}.{parameter}",), sizes.head_dim, n) for kind, name, n in _kinds(family, sizes)
+        _contiguous(kind, (f"{prefix}{name}.{parameter}",), sizes.head_dim, n)
+        for kind, name, n in _kinds(family, sizes)
     )
     return q, k, v
 
@@ -184,9 +185,9 @@ def attention_tensors(family: Family, tensors: Mapping[str, TensorInfo]) -> dict
 
     Raises CheckpointError for a tensor that looks like attention but does not fit the family.
     """
-    places = "|".join(map(re.escape, family.attention))
+    modules = "|".join(map(re.escape, family.attention))
     layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
-    pattern = re.compile(rf"{layer}\.(?P<part>(?:{places})\..+)")
+    pattern = re.compile(rf"{layer}\.(?P<part>(?:{modules})\..+)")
     possible = _possible_parts(family)
     layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -222,7 +223,7 @@ def _possible_parts(family: Family) -> re.Pattern[str]:
 
 def _copied(family: Family) -> set[str]:
     """Return the parts that do not depend on the number of heads."""
-    return {f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, ROPE_BUFFER)}
+    return {f"{module}.{part}" for module in family.attention for part in (*family.not_per_head, ROPE_BUFFER)}
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,8 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
     layout = make_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
     for layer, parts in layers.items():
-        for place in family.attention:
-            if (f"{place}.{family.key}.bias" in parts) != (f"{place}.{family.value}.bias" in parts):
+        for module in family.attention:
+            if (f"{module}.{family.key}.bias" in parts) != (f"{module}.{family.value}.bias" in parts):
                 raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
     positions = []
     for layer, parts in sorted(layers.items()):

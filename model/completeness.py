@@ -66,7 +66,7 @@ def _needs_head(config: Mapping[str, Any], stack: str) -> bool:
 def _parts(attention: Attention, prefixes: list[str], checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Return the names of each layer's tensors, without the layer's prefix. Buffers and the like are left out."""
     family = attention.family
-    ignored = tuple(f"{place}.{part}" for place in family.attention for part in (*family.not_per_head, ROPE_BUFFER))
+    ignored = tuple(f"{module}.{part}" for module in family.attention for part in (*family.not_per_head, ROPE_BUFFER))
     parts: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
     for name in checkpoint.tensors:
         ends = (match.end() for match in re.finditer(r"(?:^|\.)\d+\.", name))

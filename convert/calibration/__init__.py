@@ -1,1 +1,1 @@
-"""Run a model layer by layer on a text, and fit or measure what replaces its attention. Needs torch."""
+"""Fit what replaces the attention of each layer, on a calibration text that runs through the model. Needs torch."""

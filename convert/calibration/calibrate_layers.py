@@ -22,12 +22,12 @@ from convert.calibration.layer_output import (
     weights_of,
     with_weights,
 )
-from convert.calibration.layer_stream import Layer, iter_layers, last_states
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.latent.layer import FittedLatent
+from convert.layers.layer_stream import Layer, iter_layers, last_states
 from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
 from convert.merging.layer_file import save_layer
 from convert.merging.methods import find_alternatives, find_group_method

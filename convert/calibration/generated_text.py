@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from convert.calibration.incremental_decoder import IncrementalDecoder, open_model
 from convert.calibration_text.read import open_hf_tokenizer
 from convert.calibration_text.text import CalibrationText
+from convert.layers.incremental_decoder import IncrementalDecoder, open_model
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import console

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadStates
-from convert.calibration.layer_stream import Layer, is_validation_window
 from convert.latent.closed_form import InputMoments
+from convert.layers.layer_module import HeadStates
+from convert.layers.layer_stream import Layer, is_validation_window
 from model.decoder.devices import float64_device, to_float64
 
 QUERIES = 2048
 """Queries sampled per head, over the whole text."""
-KEYS_DRAWN = 16
+KEYS_PER_QUERY = 16
 """Keys drawn for each of them, with its attention weights as probabilities."""
 
 
@@ -54,13 +54,13 @@ class InputSums:
     def add(self, heads: HeadStates) -> None:
         """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
         x_BTX = self._layer.inputs(next(self._batches))
-        for x_TX, q_THD, k_TGD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTGD, strict=True):
+        for x_TX, q_THD, k_TKD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTKD, strict=True):
             drawn = self._rng.permutation(len(q_THD))[: self._queries]
             at_S = torch.from_numpy(drawn).to(x_TX.device)
-            weights_HST = self._layer.module.attention_weights(q_THD[at_S].transpose(0, 1), k_TGD.transpose(0, 1), at_S)
+            weights_HST = self._layer.module.attention_weights(q_THD[at_S].transpose(0, 1), k_TKD.transpose(0, 1), at_S)
             weights_NT = weights_HST.flatten(0, 1)
-            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
-            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_DRAWN)))
+            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_PER_QUERY, replacement=True, generator=self._draws)
+            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_QUERY)))
             mixed_NX = weights_NT @ x_TX
             self._tokens_XX += _products(x_TX, x_TX)
             self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)

@@ -11,13 +11,12 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import LatentWeights, latent_weights, with_latent_weights
 from convert.calibration.layer_output import squared_error
-from convert.calibration.layer_stream import Layer
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
-from convert.latent.frequencies import frequencies_at
 from convert.latent.layer import LatentLayer
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import Layer
 from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -41,21 +40,17 @@ def calibrate_latent(
 def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, advance: Advance) -> LatentMatrices:
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
-    positions = conversion.recipe.positions
-    assert positions is not None
-    before, moments = conversion.read(checkpoint), sums.moments()
-    frequencies_F = frequencies_at(conversion.rope, positions)
+    before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target
+    frequencies_F = target.frequencies_F
     windows = comparison_windows(layer)
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":
-            yield solve_as(
-                conversion.recipe.latent_method, before, moments, conversion.sizes, conversion.rope, positions
-            )
+            yield solve_as(conversion.recipe.latent_method, before, moments, target)
             return
-        for closed in solve_each(before, moments, conversion.sizes, conversion.rope, positions, KEY_WEIGHTS):
+        for closed in solve_each(before, moments, target, KEY_WEIGHTS):
             yield closed
-            yield solve_queries(layer, before, closed, conversion, sums.training_keys())
+            yield solve_queries(layer, before, closed, target, sums.training_keys())
 
     def weights_of(latent: LatentMatrices) -> LatentWeights:
         return latent_weights(latent, frequencies_F)

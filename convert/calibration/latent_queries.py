@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from convert.calibration.input_moments import DrawnKeys
-from convert.calibration.layer_stream import Layer
-from convert.latent.frequencies import frequencies_at
-from convert.latent.layer import LatentLayer
+from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import Layer
 from convert.merging.weights import LayerAttention
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate
@@ -33,18 +32,15 @@ def solve_queries(
     layer: Layer,
     before: LayerAttention,
     latent: LatentMatrices,
-    conversion: LatentLayer,
+    target: LatentTarget,
     drawn_keys: Sequence[tuple[int, DrawnKeys]],
-    positions: tuple[float, ...] | None = None,
 ) -> LatentMatrices:
     """Return the latent attention with other rotated queries and unrotated keys.
 
-    `drawn_keys`: of the windows to fit on, by index. `positions`: the channels, if they are not the recipe's.
+    `drawn_keys`: of the windows to fit on, by index.
     """
-    positions = positions or conversion.recipe.positions
-    assert positions is not None
-    sizes, device = conversion.sizes, layer.module.device
-    frequencies = conversion.rope.frequencies, frequencies_at(conversion.rope, positions)
+    sizes, device = target.sizes, layer.module.device
+    frequencies = target.source_rope.frequencies, target.frequencies_F
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)
         for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))
@@ -61,8 +57,8 @@ def solve_queries(
             distance_SC = at_SC - drawn.at_S.to(device)[:, None]
             key_SCD = _relative(keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)], distance_SC, own)
             shared_SCZ = shared_TZ[at_SC]
-            rotated_SCR = _relative(shared_SCZ[..., : sizes.rope], distance_SC, channels)
-            features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.rope :]], dim=-1))
+            rotated_SCR = _relative(shared_SCZ[..., : sizes.rope_dims], distance_SC, channels)
+            features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.rope_dims :]], dim=-1))
             power_HZZ[head] += to_float64(features_NZ.T @ features_NZ)
             cross_HZD[head] += to_float64(features_NZ.T @ _centred(key_SCD))
     diagonal_HZ = power_HZZ.diagonal(dim1=1, dim2=2)
@@ -70,8 +66,8 @@ def solve_queries(
     read_HZD = torch.linalg.solve(power_HZZ, cross_HZD).cpu().numpy()
     q_HDX = latent.q_HNX[:, :size]
     k_HNL = np.zeros_like(latent.k_HNL)
-    k_HNL[:, :size] = read_HZD[:, sizes.rope :].swapaxes(1, 2)
-    return replace(latent, q_HRX=read_HZD[:, : sizes.rope] @ q_HDX, k_HNL=k_HNL)
+    k_HNL[:, :size] = read_HZD[:, sizes.rope_dims :].swapaxes(1, 2)
+    return replace(latent, q_HRX=read_HZD[:, : sizes.rope_dims] @ q_HDX, k_HNL=k_HNL)
 
 
 def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_F: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import original_output, squared_error
-from convert.calibration.layer_stream import Layer, iter_layers
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
-from convert.latent.frequencies import frequencies_at, spacings, stock_positions
+from convert.latent.frequencies import spacings, stock_positions
 from convert.latent.layer import LatentLayer
+from convert.layers.layer_stream import Layer, iter_layers
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -41,10 +41,10 @@ def choose_positions(
     checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> tuple[float, ...]:  # fmt: skip
     """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
-    recipe, rope = conversions[0].recipe, conversions[0].rope
-    n_channels = recipe.rope // 2
-    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(rope.n_rotary_pairs, n_channels)]
-    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((rope.n_rotary_pairs, conversions[0].sizes.n_kv_heads))
+    recipe = conversions[0].recipe
+    n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
+    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
+    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):
@@ -70,7 +70,7 @@ def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) 
     distances_HN = np.concatenate(
         [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.drawn_keys], axis=1
     )
-    means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in conversion.rope.frequencies]
+    means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in conversion.source_rope.frequencies]
     rotating_P = (1 - np.abs(means_PH) ** 2).mean(axis=1)
     benefits: Real = powers_PK / (powers_PK.sum() or 1.0) * rotating_P[:, None]
     return benefits
@@ -79,7 +79,7 @@ def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) 
 def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
     """Return the RoPE pairs of the components with the largest benefits, each as often as it occurs, in order."""
     order = np.argsort(-benefits_PK, axis=None, kind="stable")[:n_channels]
-    return tuple(sorted(float(place // benefits_PK.shape[1]) for place in order))
+    return tuple(sorted(float(index // benefits_PK.shape[1]) for index in order))
 
 
 def _errors(
@@ -93,8 +93,7 @@ def _errors(
     power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:
-        frequencies_F = frequencies_at(conversion.rope, positions)
-        latent = solve(before, moments, conversion.sizes, conversion.rope, positions)
-        latent = solve_queries(layer, before, latent, conversion, sums.training_keys(), positions)
-        errors.append(squared_error(layer, latent_weights(latent, frequencies_F), windows) / power)
+        target = conversion.target_at(positions)
+        latent = solve_queries(layer, before, solve(before, moments, target), target, sums.training_keys())
+        errors.append(squared_error(layer, latent_weights(latent, target.frequencies_F), windows) / power)
     return np.array(errors)

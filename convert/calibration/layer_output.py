@@ -1,6 +1,6 @@
 """Run a merged layer's attention on a text, and measure its output error against the original layer.
 
-Letters: B windows in a batch, T tokens, M hidden size, H query heads, G key/value heads, D head_dim, C = heads · D, X
+Letters: B windows in a batch, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, C = heads · D, X
 inputs (the hidden size, and a constant 1 where there are biases).
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
-from convert.calibration.layer_module import Weights
-from convert.calibration.layer_stream import Layer
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_module import Weights
+from convert.layers.layer_stream import Layer
 from convert.merging.weights import LayerAttention, Real, join_heads, split_heads
 from model.decoder.devices import to_float64
 

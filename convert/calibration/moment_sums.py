@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadStates
-from convert.calibration.layer_stream import Layer
+from convert.layers.layer_module import HeadStates
+from convert.layers.layer_stream import Layer
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate_first
@@ -52,18 +52,18 @@ class MomentSums:
 
     def add(self, heads: HeadStates) -> None:
         """Add a batch of windows."""
-        module, rotated_k_BTKD = self._layer.module, heads.rotated_k_BTGD
+        module, rotated_k_BTKD = self._layer.module, heads.rotated_k_BTKD
         q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND
-        if heads.key_scales_BTG is not None:
-            self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTG)
+        if heads.key_scales_BTK is not None:
+            self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTK)
         if self._raw_keys_GFF is not None:
             keys_GNF = self._grouped(module.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
             self._raw_keys_GFF += to_float64(keys_GNF.mT @ keys_GNF)
         for window, q_THD in enumerate(heads.rotated_q_BTHD):
             drawn = self._rng.permutation(len(q_THD))[: self._queries]
             at_S = torch.from_numpy(drawn).to(module.device)
-            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), heads.v_BTGD[window].transpose(0, 1)
+            k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), heads.v_BTKD[window].transpose(0, 1)
             q_HSD = q_THD[at_S].transpose(0, 1)
             weights_HST = module.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)

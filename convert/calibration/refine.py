@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_output import AnyWeights, heads_out, original_output, squared_error
-from convert.calibration.layer_stream import Layer
+from convert.layers.layer_stream import Layer
 from model.common.console import Advance
 
 BATCH_TOKENS = 1024
@@ -65,7 +65,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
 
 def _shuffled(layer: Layer, batch: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of the training windows without end. Each pass has another random order."""
-    windows = layer.text.fitted
+    windows = layer.text.training_windows
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer.index) % 2**63)
     waiting: list[int] = []
     while True:

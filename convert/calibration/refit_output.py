@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.layer_output import AnyAttention, with_output
-from convert.calibration.layer_stream import is_validation_window
+from convert.layers.layer_stream import is_validation_window
 from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device, to_float64
 

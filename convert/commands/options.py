@@ -6,7 +6,7 @@ import click
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
 from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
-from convert.merging.methods import LAYER_METHODS, METHODS
+from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import (
     Command,
@@ -64,7 +64,7 @@ def merge_options(command: Command) -> Command:
     """Add the options of MergeOptions to a command."""
     return add_options(
         command,
-        click.option("--method", type=click.Choice((*METHODS, *LAYER_METHODS)),
+        click.option("--method", type=click.Choice((*HEAD_METHODS, *LAYER_METHODS)),
                      help="How heads are merged. mean (the paper's method), first, random: their mean, the first "
                      "one, or random numbers. aligned: the mean after rotating the heads to be similar. pca: shared "
                      "principal components. fit: heads fitted to what attention computes on a text. The last three "

@@ -11,7 +11,7 @@ from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
 from convert.latent.recipe import is_exact
-from convert.merging.methods import METHODS, REPEAT
+from convert.merging.methods import HEAD_METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan
@@ -88,9 +88,9 @@ def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
 def _print_result(
     checkpoint: Checkpoint, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]
 ) -> None:  # fmt: skip
-    if not plan.regrouped:
+    if not plan.computed:
         console.echo("The number of K/V heads is unchanged; every tensor was copied.")
-    elif plan.recipe.method in METHODS:  # the other methods fit heads, so that cosines and norms say little
+    elif plan.recipe.method in HEAD_METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
     tables.print_plan(summary, done=True)
     source, written = shlex.quote(summary["source"]), shlex.quote(str(out))
@@ -114,7 +114,7 @@ def _print_result(
 def _costs_quality(plan: Plan) -> bool:
     if isinstance(plan, LatentPlan):
         return not is_exact(plan.sizes, plan.recipe.frequencies)
-    return bool(plan.regrouped) and plan.recipe.method != REPEAT
+    return bool(plan.computed) and plan.recipe.method != REPEAT
 
 
 def _is_trainable(geometry: Geometry) -> bool:

@@ -34,7 +34,7 @@ def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     with open_checkpoint(source) as checkpoint:
         findings = verify(checkpoint, out, WORKERS, as_json, device)
     if as_json:
-        console.print_json({"ok": findings.ok, **vars(findings)})
+        console.print_json(findings.record)
     else:
         _print(findings)
     sys.exit(DIFFERENT if findings.differences else NOT_ALL_CHECKED if findings.unchecked else 0)
@@ -51,7 +51,7 @@ def _print(findings: "Findings") -> None:
                 f", {len(errors)} of them but for rounding (relative difference at most {max(errors.values()):.2g})"
             )
         console.echo(
-            f"OK: {findings.n_regrouped} tensors recomputed; {findings.n_copied} other tensors, the config and "
+            f"OK: {findings.n_computed} tensors recomputed; {findings.n_copied} other tensors, the config and "
             f"{findings.n_files} other files compared; all agree{rounded}."
         )
     for difference in findings.differences:

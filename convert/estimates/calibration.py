@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
-from convert.calibration.layer_module import Weights
-from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
+from convert.layers.layer_module import Weights
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan

@@ -13,11 +13,11 @@ from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
-from convert.latent.frequencies import evenly, frequencies_at, spacings
+from convert.latent.frequencies import evenly, spacings
 from convert.latent.matrices import LatentMatrices
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import fast_float32_matmul
@@ -85,21 +85,20 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
     latent = LatentMatrices(
         np.zeros(heads),
-        np.zeros((sizes.n_heads, sizes.rope, sizes.hidden_size)),
+        np.zeros((sizes.n_heads, sizes.rope_dims, sizes.hidden_size)),
         np.zeros((sizes.usable, sizes.hidden_size)),
-        np.zeros((sizes.rope, sizes.hidden_size)),
+        np.zeros((sizes.rope_dims, sizes.hidden_size)),
         np.zeros((sizes.n_heads, sizes.nope, sizes.usable)),
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    positions = evenly(conversion.rope.n_rotary_pairs, sizes.rope // 2)
-    frequencies_F = frequencies_at(conversion.rope, positions)
-    weights, x_BTM = latent_weights(latent, frequencies_F).to(module.device), layer.inputs(batch)
+    target = conversion.target_at(evenly(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
+    weights, x_BTM = latent_weights(latent, target.frequencies_F).to(module.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window
     return _Measured(
         load,
         fastest(run) / n_tokens,
         fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
-        fastest(lambda: solve_queries(layer, before, latent, conversion, drawn_keys, positions)),
+        fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys)),
         _DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
     )

@@ -3,7 +3,6 @@
 H query heads, K key/value heads, D head_dim, F = K·D.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from convert.merging.recipe import Recipe
 from convert.merging.weights import LayerAttention, Real
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import Checkpoint
+from model.checkpoint.tensor import layer_number
 from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
@@ -133,11 +133,11 @@ def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Adva
 
 
 def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
-    number = re.search(r"\.(\d+)\.", merge.weights[0])
+    number = layer_number(merge.weights[0])
     assert number is not None
     whole = moments_from_weights(attention)
     return LayerHeads(
-        int(number[1]),
+        number,
         KeysValues(
             _raw_cosine(attention.k_KDX, merge.source[1].tensors[0]),
             _raw_cosine(attention.v_KDX, merge.source[2].tensors[0]),

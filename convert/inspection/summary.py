@@ -68,7 +68,7 @@ def attention_kind(n_heads: int, n_kv_heads: int) -> str:
 def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:
     return {
         "latent": sizes.latent,
-        "rope": sizes.rope,
+        "rope": sizes.rope_dims,
         "kv_cache_bytes_per_token": 2 * geometry.n_layers * sizes.cached,
         "as_groups": sizes.cached / (2 * geometry.head_dim),
         "vllm_kernel": sizes.has_fast_kernel,

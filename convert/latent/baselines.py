@@ -16,29 +16,23 @@ heads), R rotated dimensions, L latent, X inputs, W rows of keys and values of a
 import numpy as np
 
 from convert.latent import LatentMethod
-from convert.latent.closed_form import InputMoments, join_parts
-from convert.latent.frequencies import SourceRope, folds
+from convert.latent.closed_form import InputMoments, LatentTarget, join_parts
+from convert.latent.frequencies import folds
 from convert.latent.matrices import LatentMatrices
-from convert.latent.sizes import LatentSizes
 from convert.merging.weights import LayerAttention, Real
 
 
 def solve_as(
-    method: LatentMethod,
-    before: LayerAttention,
-    moments: InputMoments,
-    sizes: LatentSizes,
-    rope: SourceRope,
-    positions: tuple[float, ...],
+    method: LatentMethod, before: LayerAttention, moments: InputMoments, target: LatentTarget
 ) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
-    half, n_kv_heads = sizes.head_dim // 2, sizes.n_kv_heads
-    queries_per_key = sizes.n_heads // n_kv_heads
+    sizes = target.sizes
+    half, n_kv_heads, queries_per_key = sizes.head_dim // 2, sizes.n_kv_heads, before.queries_per_key
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
-    query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
-    key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(positions, half):
+    query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    for fold in folds(target.positions, half):
         pairs, channel = list(fold.pairs), fold.channels[0]
         keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
         if method == "svd":
@@ -52,7 +46,7 @@ def solve_as(
         query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(queries_per_key, axis=0), q_HPX[:, pairs])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
-    return join_parts(before, query_HCX, key_CX, latent, sizes, rope)
+    return join_parts(before, query_HCX, key_CX, latent, target)
 
 
 def _latent(

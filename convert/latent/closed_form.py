@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.latent.frequencies import Fold, SourceRope, coherence, folds
+from convert.latent.frequencies import Fold, SourceRope, coherence, folds, frequencies_at
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.merging.weights import Complex, LayerAttention, Real
@@ -54,6 +54,21 @@ def moments_from_norm(norm_X: Real) -> InputMoments:
 
 
 @dataclass(frozen=True)
+class LatentTarget:
+    """What a layer's attention is converted to."""
+
+    sizes: LatentSizes
+    source_rope: SourceRope
+    positions: tuple[float, ...]
+    """The channels of the rotated key (`convert.latent.frequencies`)."""
+
+    @property
+    def frequencies_F(self) -> Real:
+        """The frequencies of the channels."""
+        return frequencies_at(self.source_rope, self.positions)
+
+
+@dataclass(frozen=True)
 class _Heads:
     """Queries and keys with a pair as a complex number, and their products with the moments of what they are made of.
 
@@ -74,42 +89,30 @@ class _Heads:
         return cls(*(heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX, *products)))
 
 
-def solve(
-    before: LayerAttention, moments: InputMoments, sizes: LatentSizes, rope: SourceRope, positions: tuple[float, ...]
-) -> LatentMatrices:
-    """Return the latent attention of a layer. `positions`: the rotated key's channels (`frequencies`)."""
-    return next(solve_each(before, moments, sizes, rope, positions, (1.0,)))
+def solve(before: LayerAttention, moments: InputMoments, target: LatentTarget) -> LatentMatrices:
+    """Return the latent attention of a layer."""
+    return next(solve_each(before, moments, target, (1.0,)))
 
 
 def solve_each(
-    before: LayerAttention,
-    moments: InputMoments,
-    sizes: LatentSizes,
-    rope: SourceRope,
-    positions: tuple[float, ...],
-    key_weights: Sequence[float],
+    before: LayerAttention, moments: InputMoments, target: LatentTarget, key_weights: Sequence[float]
 ) -> Iterator[LatentMatrices]:
     """Yield the latent attention of a layer for each weight of keys against values in the latent."""
-    heads = _Heads.of(before, moments)
+    heads, sizes, source_rope = _Heads.of(before, moments), target.sizes, target.source_rope
     rest_KPX = heads.k_KPX.copy()
-    query_HCX = np.zeros((sizes.n_heads, sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
-    key_CX = np.zeros((sizes.rope // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(positions, sizes.head_dim // 2):
+    query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    for fold in folds(target.positions, sizes.head_dim // 2):
         _share(fold, heads, query_HCX, key_CX, rest_KPX)
-    rest_KPX *= coherence(rope.frequencies, rope.context)[:, None]
+    rest_KPX *= coherence(source_rope.frequencies, source_rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     for key_weight in key_weights:
         latent = _latent(before, rest_KDX, moments, sizes.usable, key_weight)
-        yield join_parts(before, query_HCX, key_CX, latent, sizes, rope)
+        yield join_parts(before, query_HCX, key_CX, latent, target)
 
 
 def join_parts(
-    before: LayerAttention,
-    query_HCX: Complex,
-    key_CX: Complex,
-    latent: tuple[Real, Real, Real],
-    sizes: LatentSizes,
-    rope: SourceRope,
+    before: LayerAttention, query_HCX: Complex, key_CX: Complex, latent: tuple[Real, Real, Real], target: LatentTarget
 ) -> LatentMatrices:
     """Return the latent attention of rotated queries and key, and of the latent with its maps to keys and values.
 
@@ -117,8 +120,8 @@ def join_parts(
     """
     latent_LX, k_KDL, v_KDL = latent
     queries_per_key = before.queries_per_key
-    padding = ((0, 0), (0, sizes.nope - sizes.head_dim), (0, 0))
-    scale = rope.scale**2  # of logits; queries take it
+    padding = ((0, 0), (0, target.sizes.nope - target.sizes.head_dim), (0, 0))
+    scale = target.source_rope.scale**2  # of logits; queries take it
     return LatentMatrices(
         q_HNX=np.pad(before.q_HDX * scale, padding),
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,

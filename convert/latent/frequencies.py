@@ -90,15 +90,15 @@ def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
     return [Fold(pairs, tuple(channels)) for pairs, channels in sorted(joined.items())]
 
 
-def frequencies_at(rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
+def frequencies_at(source_rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
     """Return the frequencies of channels, interpolated between pairs on a logarithmic scale."""
-    if rope.is_plain:
-        return np.asarray(rope.theta ** (-np.asarray(positions) / rope.n_rotary_pairs))
-    pairs = np.arange(rope.n_rotary_pairs)
-    return np.asarray(np.exp(np.interp(positions, pairs, np.log(np.maximum(rope.frequencies, 1e-30)))))
+    if source_rope.is_plain:
+        return np.asarray(source_rope.theta ** (-np.asarray(positions) / source_rope.n_rotary_pairs))
+    pairs = np.arange(source_rope.n_rotary_pairs)
+    return np.asarray(np.exp(np.interp(positions, pairs, np.log(np.maximum(source_rope.frequencies, 1e-30)))))
 
 
-def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str, Any]:
+def rope_parameters(source_rope: SourceRope, positions: tuple[float, ...]) -> dict[str, Any]:
     """Return `rope_parameters` of `config.json`: another base θ' if that gives the frequencies, else `longrope`.
 
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
@@ -106,15 +106,16 @@ def rope_parameters(rope: SourceRope, positions: tuple[float, ...]) -> dict[str,
     transformers before 5.23 reads `factor`. vLLM's own code of DeepSeek-V3 would take this for YaRN, and compute other
     frequencies silently; it stops at a `beta_fast` of null, which transformers ignores after a warning.
     """
-    spacing, n_channels = spacing_of(positions), len(positions)
-    if rope.is_plain and spacing is not None:
-        exponent = spacing * n_channels / rope.n_rotary_pairs
-        return {"rope_type": "default", "rope_theta": rope.theta if exponent == 1 else rope.theta**exponent}
-    own = rope.theta ** (-np.arange(n_channels) / n_channels)
-    factors = [float(factor) for factor in own / frequencies_at(rope, positions)]
+    spacing, n_channels, theta = spacing_of(positions), len(positions), source_rope.theta
+    if source_rope.is_plain and spacing is not None:
+        exponent = spacing * n_channels / source_rope.n_rotary_pairs
+        return {"rope_type": "default", "rope_theta": theta if exponent == 1 else theta**exponent}
+    own = theta ** (-np.arange(n_channels) / n_channels)
+    factors = [float(factor) for factor in own / frequencies_at(source_rope, positions)]
     return {
-        "rope_type": "longrope", "rope_theta": rope.theta, "short_factor": factors, "long_factor": factors,
-        "factor": 1.0, "attention_factor": 1.0, "beta_fast": None, "original_max_position_embeddings": rope.context,
+        "rope_type": "longrope", "rope_theta": theta, "short_factor": factors, "long_factor": factors,
+        "factor": 1.0, "attention_factor": 1.0, "beta_fast": None,
+        "original_max_position_embeddings": source_rope.context,
     }  # fmt: skip
 
 

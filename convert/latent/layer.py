@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from convert.latent.closed_form import moments_from_norm, solve
-from convert.latent.frequencies import SourceRope, frequencies_at
+from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
+from convert.latent.frequencies import SourceRope
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
@@ -35,8 +35,8 @@ class LatentLayer:
 
     recipe: "LatentRecipe"
     sizes: LatentSizes
-    rope: SourceRope
-    place: str
+    source_rope: SourceRope
+    prefix: str
     """The beginning of the attention's tensor names."""
     attention_norm: str
     """The weight of the norm before the attention."""
@@ -44,14 +44,24 @@ class LatentLayer:
     """The factor of the residual stream."""
 
     @property
+    def target(self) -> LatentTarget:
+        """The target with the recipe's positions, which must have been chosen."""
+        assert self.recipe.positions is not None
+        return self.target_at(self.recipe.positions)
+
+    def target_at(self, positions: tuple[float, ...]) -> LatentTarget:
+        """Return the target with other channels of the rotated key."""
+        return LatentTarget(self.sizes, self.source_rope, positions)
+
+    @property
     def names(self) -> StockNames:
         """The names of the output's tensors."""
-        return StockNames(self.place, self.sizes.norm == "bias")
+        return StockNames(self.prefix, self.sizes.norm == "bias")
 
     @property
     def source(self) -> tuple[str, str, str, str]:
         """The projections of queries, keys, values and output in the source."""
-        q, k, v, o = (f"{self.place}{part}_proj.weight" for part in "qkvo")
+        q, k, v, o = (f"{self.prefix}{part}_proj.weight" for part in "qkvo")
         return q, k, v, o
 
     @property
@@ -62,7 +72,7 @@ class LatentLayer:
     @property
     def file(self) -> str:
         """The name of the layer's file in the calibration folder."""
-        return f"{self.place}latent.npz"
+        return f"{self.prefix}latent.npz"
 
     @property
     def reported(self) -> tuple["Heads", ...]:
@@ -79,10 +89,7 @@ class LatentLayer:
     def compute(self, checkpoint: "Checkpoint") -> ConvertedLayer:
         """Convert the layer by its weights alone."""
         norm_X = read_finite(checkpoint, self.attention_norm)
-        before = self.read(checkpoint)
-        positions = self.recipe.positions
-        assert positions is not None
-        latent = solve(before, moments_from_norm(norm_X), self.sizes, self.rope, positions)
+        latent = solve(self.read(checkpoint), moments_from_norm(norm_X), self.target)
         return self.finish(checkpoint, self.balance(latent))
 
     def balance(self, latent: LatentMatrices) -> LatentMatrices:
@@ -109,6 +116,5 @@ class LatentLayer:
 
     def fitted(self, tensors: dict[str, Real]) -> FittedLatent:
         """Return the latent attention in the output's tensors, given in float64."""
-        assert self.recipe.positions is not None
         latent = from_stock_tensors(tensors, self.sizes, self.names, self.scale)
-        return FittedLatent(latent, frequencies_at(self.rope, self.recipe.positions))
+        return FittedLatent(latent, self.target.frequencies_F)

@@ -21,7 +21,7 @@ class LatentRecipe(Recipe):
     """One way to convert to latent attention. The sizes are those of `LatentSizes`."""
 
     latent: int = 0
-    rope: int = 0
+    rope_dims: int = 0
     norm: LatentNormKind = "eps"
     frequencies: Frequencies = "stock"
     latent_method: LatentMethod = "fit"
@@ -38,7 +38,7 @@ class LatentRecipe(Recipe):
         return {
             **super().record,
             "latent": {
-                "latent": self.latent, "rope": self.rope, "norm": self.norm, "frequencies": self.frequencies,
+                "latent": self.latent, "rope": self.rope_dims, "norm": self.norm, "frequencies": self.frequencies,
                 "method": self.latent_method,
                 "positions": None if self.positions is None else list(self.positions),
             },
@@ -51,14 +51,14 @@ class LatentRecipe(Recipe):
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
-    return sizes.rope == keys and sizes.usable >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+    return sizes.rope_dims == keys and sizes.usable >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
-def default_positions(rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
+def default_positions(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
     """Return channels spread evenly over all pairs, whatever the model."""
     if frequencies == "longrope":
-        return evenly(rope.n_rotary_pairs, sizes.rope // 2)
-    return stock_positions(rope.n_rotary_pairs / (sizes.rope // 2), sizes.rope // 2)
+        return evenly(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
+    return stock_positions(source_rope.n_rotary_pairs / (sizes.rope_dims // 2), sizes.rope_dims // 2)
 
 
 def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> LatentRecipe:

@@ -26,24 +26,24 @@ class LatentSizes:
     hidden_size: int
     latent: int
     """`kv_lora_rank`: numbers of the latent, which keys without rotation and values are made of."""
-    rope: int
+    rope_dims: int
     """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
     norm: LatentNormKind
 
     @property
     def has_fast_kernel(self) -> bool:
         """Whether vLLM has a fast kernel for these sizes."""
-        return (self.latent, self.rope) in FAST_KERNEL_SIZES
+        return (self.latent, self.rope_dims) in FAST_KERNEL_SIZES
 
     @property
     def nope(self) -> int:
         """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
-        return self.head_dim + (_NOPE_PADDING if self.rope == self.head_dim else 0)
+        return self.head_dim + (_NOPE_PADDING if self.rope_dims == self.head_dim else 0)
 
     @property
     def query(self) -> int:
         """Dimensions of a query head."""
-        return self.nope + self.rope
+        return self.nope + self.rope_dims
 
     @property
     def usable(self) -> int:
@@ -53,7 +53,7 @@ class LatentSizes:
     @property
     def cached(self) -> int:
         """Numbers in the KV cache for each token and layer."""
-        return self.latent + self.rope
+        return self.latent + self.rope_dims
 
     @property
     def source_cached(self) -> int:
@@ -68,11 +68,11 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     """
     heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
     useful = {}
-    for latent, rope in (*FAST_KERNEL_SIZES, *heads):
+    for latent, rope_dims in (*FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
-            sizes = choose_sizes(geometry, latent, rope, "eps")
+            sizes = choose_sizes(geometry, latent, rope_dims, "eps")
             if sizes.cached < sizes.source_cached:
-                useful[latent, rope] = sizes
+                useful[latent, rope_dims] = sizes
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
 
 
@@ -82,14 +82,14 @@ def largest_latent(geometry: Geometry, norm: LatentNormKind) -> int:
     return most + (1 if norm == "bias" else 0)
 
 
-def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKind) -> LatentSizes:
+def choose_sizes(geometry: Geometry, latent: int, rope_dims: int, norm: LatentNormKind) -> LatentSizes:
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
-    if rope % 2:
-        raise CheckpointError(f"--rope {rope} is odd, but dimensions are rotated in pairs; give an even number.")
-    if rope > keys:
+    if rope_dims % 2:
+        raise CheckpointError(f"--rope {rope_dims} is odd, but dimensions are rotated in pairs; give an even number.")
+    if rope_dims > keys:
         raise CheckpointError(
-            f"--rope {rope} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
+            f"--rope {rope_dims} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
             f"{geometry.head_dim}); give at most {keys}."
         )
     least = 2 if norm == "bias" else 1
@@ -102,5 +102,5 @@ def choose_sizes(geometry: Geometry, latent: int, rope: int, norm: LatentNormKin
             f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
         )
     return LatentSizes(
-        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope, norm
+        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope_dims, norm
     )

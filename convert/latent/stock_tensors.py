@@ -31,17 +31,17 @@ _PARTS = ("q_proj", KV_A, NORM, KV_B, "o_proj")
 class StockNames:
     """The names of the tensors of one attention module."""
 
-    place: str
+    prefix: str
     """The beginning of the names, such as `model.layers.0.self_attn.`."""
     has_bias: bool
 
     @property
     def weights(self) -> tuple[str, ...]:
-        return tuple(f"{self.place}{part}.weight" for part in _PARTS)
+        return tuple(f"{self.prefix}{part}.weight" for part in _PARTS)
 
     @property
     def biases(self) -> tuple[str, ...]:
-        return tuple(f"{self.place}{part}.bias" for part in (KV_A, "o_proj")) if self.has_bias else ()
+        return tuple(f"{self.prefix}{part}.bias" for part in (KV_A, "o_proj")) if self.has_bias else ()
 
     def shapes(self, sizes: LatentSizes) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor, by name."""
@@ -79,7 +79,9 @@ def to_stock_tensors(
         np.full(sizes.latent, rounded),
         up_HUL.reshape(-1, sizes.latent),
         join_heads(attention.o_HMD) * scale,
-        np.concatenate([np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope)]),
+        np.concatenate(
+            [np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope_dims)]
+        ),
         np.zeros(sizes.hidden_size),
     )
     return dict(zip((*names.weights, *names.biases), tensors, strict=False))

@@ -34,17 +34,17 @@ class HeadMerge:
         return replace(self.output, tensors=(self.tensor,))
 
     @property
-    def group_size(self) -> int:
+    def kv_heads_per_group(self) -> int:
         """Number of heads merged into one."""
         return self.source.n // self.output.n
 
-    def places(self, head: int) -> list[tuple[str, int]]:
+    def tensors_and_rows(self, head: int) -> list[tuple[str, int]]:
         """Return the source heads of one output head, each as tensor and first row."""
-        return [self.source.place(head * self.group_size + i) for i in range(self.group_size)]
+        return [self.source.tensor_and_row(head * self.kv_heads_per_group + i) for i in range(self.kv_heads_per_group)]
 
     def group_nbytes(self, tensor: TensorInfo) -> int:
         """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
-        return self.group_size * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
+        return self.kv_heads_per_group * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,22 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
     """
     merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.merged.label)
     for head in merge.heads:
-        places = merge.places(head)
-        rows = _read_group(checkpoint, places, merge.source.rows_per_head)
-        heads_HDM = rows.reshape(merge.group_size, -1, prod(rows.shape[1:]))
-        name = " to ".join(dict.fromkeys((places[0][0], places[-1][0])))
+        sources = merge.tensors_and_rows(head)
+        rows = _read_group(checkpoint, sources, merge.source.rows_per_head)
+        heads_HDM = rows.reshape(merge.kv_heads_per_group, -1, prod(rows.shape[1:]))
+        name = " to ".join(dict.fromkeys((sources[0][0], sources[-1][0])))
         merged_DM = merge_heads(heads_HDM, rng)
         report = report_on_group(heads_HDM, merged_DM, name)
-        yield merge.output.place(head)[1], merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]), report
+        _, row = merge.output.tensor_and_row(head)
+        yield row, merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]), report
 
 
-def _read_group(checkpoint: Checkpoint, places: list[tuple[str, int]], n_rows: int) -> Array:
+def _read_group(checkpoint: Checkpoint, sources: list[tuple[str, int]], n_rows: int) -> Array:
     """Read heads of `n_rows` rows each: in one read if they are neighbours, as they often are."""
-    name, start = places[0]
-    if places[-1] == (name, start + (len(places) - 1) * n_rows):
-        return checkpoint.rows(name, start, start + len(places) * n_rows)
-    return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in places])
+    name, start = sources[0]
+    if sources[-1] == (name, start + (len(sources) - 1) * n_rows):
+        return checkpoint.rows(name, start, start + len(sources) * n_rows)
+    return np.concatenate([checkpoint.rows(name, row, row + n_rows) for name, row in sources])
 
 
 def report_on_group(heads_HDM: Array, merged_DM: Array, name: str) -> GroupReport:

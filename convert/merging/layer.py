@@ -83,8 +83,8 @@ class LayerMerge:
         """The weights of the norms of queries and of keys; none if the norms have no weights."""
         if self.norms is None or self.norms.layout == "none":
             return ()
-        place = self.output.removesuffix(".weight").rpartition(".")[0]
-        return f"{place}.{self.norms.query}.weight", f"{place}.{self.norms.key}.weight"
+        module = self.output.removesuffix(".weight").rpartition(".")[0]
+        return f"{module}.{self.norms.query}.weight", f"{module}.{self.norms.key}.weight"
 
     @property
     def tensors(self) -> tuple[str, ...]:

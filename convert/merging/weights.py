@@ -77,6 +77,7 @@ class LayerAttention:
 
     @property
     def queries_per_key(self) -> int:
+        """Number of query heads that read each K/V head."""
         return len(self.q_HDX) // len(self.k_KDX)
 
     def groups(self, n_kv_heads: int) -> list["LayerAttention"]:

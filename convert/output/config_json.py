@@ -28,13 +28,13 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
     family, text_config = plan.geometry.attention.family, plan.geometry.text_config
     config = json.loads(checkpoint.config_text)
     inner = config if text_config is None else config[text_config]
-    if plan.regrouped or family.stock_class_supports_gqa:
+    if plan.computed or family.stock_class_supports_gqa:
         set_key(inner, family.keys.n_kv_heads, plan.n_kv_heads)
-    if plan.regrouped and family.switch is not None:
+    if plan.computed and family.switch is not None:
         set_key(inner, family.switch.key, family.switch.merged)
     if plan.code is not None:
         config |= plan.code.settings
-    if plan.regrouped:
+    if plan.computed:
         _add_old_spelling(inner, family.keys)
     return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
 
@@ -69,7 +69,7 @@ def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
     The record of an uptraining is left out where heads change: it is about other weights.
     """
     files = dict(checkpoint.side_files)
-    if plan.regrouped:
+    if plan.computed:
         files.pop(UPTRAINING_RECORD, None)
     if isinstance(plan, LatentPlan):
         files |= _tokenizer_config(checkpoint)

@@ -15,9 +15,8 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, UPTRAINING_RECORD, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD, read_bytes_up_to
 
-MODEL_CARD = "README.md"
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
 _FRONT_MATTER = re.compile(rb"---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
@@ -45,7 +44,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     source = checkpoint.side_files.get(MODEL_CARD)
     if isinstance(source, Path):
         source = read_bytes_up_to(source, CONFIG_BYTES)
-    if source and plan.regrouped:
+    if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)
     card = source or _front_matter(origin, _tags(plan)).encode()
@@ -102,7 +101,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     geometry = plan.geometry
     if isinstance(plan, LatentPlan):
         return _latent_facts(plan)
-    if not plan.regrouped:
+    if not plan.computed:
         return [("K/V heads", f"{geometry.n_kv_heads} (query heads: {geometry.n_heads})")]
     before, after = plan.kv_cache_bytes
     return [
@@ -117,7 +116,7 @@ def _latent_facts(plan: LatentPlan) -> list[tuple[str, str]]:
     sizes = plan.sizes
     return [
         ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
-        ("Latent, rotated key", f"{sizes.latent} + {sizes.rope} numbers for each token and layer"),
+        ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
         ("Norm of the latent", f"undone by `{sizes.norm}`"),
         ("Method", _method(plan)),
         ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
@@ -142,7 +141,7 @@ def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
     if isinstance(plan, LatentPlan):
         return _what_latent_did(plan, exactly)
-    if not plan.regrouped:
+    if not plan.computed:
         return f"No heads were merged: the weights are the base model's, {exactly}."
     if plan.recipe.method == REPEAT:
         return (
@@ -172,7 +171,7 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
         if exact
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
-    scaled = any(output.scaled for output in plan.regrouped.values())
+    scaled = any(output.scaled for output in plan.computed.values())
     residual = (
         "The embedding and the output projections of attention and MLP are scaled, so that\n"
         f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "

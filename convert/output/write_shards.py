@@ -35,7 +35,7 @@ Task = Callable[[], int]
 
 def total_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
     """Return the total that `Advance` counts: bytes of tensors written and of source files checksummed."""
-    return plan.bytes_copied + plan.bytes_regrouped + sum(path.stat().st_size for path in checkpoint.weight_files)
+    return plan.bytes_copied + plan.bytes_computed + sum(path.stat().st_size for path in checkpoint.weight_files)
 
 
 def write_shards(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, advance: Advance) -> None:
@@ -111,9 +111,11 @@ class _ShardJob:
         if self._shard.name in self._staging.finished and self._path.exists():
             size = sum(tensor.nbytes for tensor in self._tensors)
             return [lambda: size]
-        regrouped = self._plan.regrouped
-        regroupings = [partial(self._regroup, regrouped[name]) for name in self._shard.tensors if name in regrouped]
-        tasks: list[Task] = [*regroupings, *self._copies()]
+        computed = self._plan.computed
+        tasks: list[Task] = [
+            partial(self._write_computed, computed[name]) for name in self._shard.tensors if name in computed
+        ]
+        tasks += self._copies()
         self._left = len(tasks)
         return [partial(self._run, task) for task in tasks] or [self._finish]
 
@@ -133,8 +135,8 @@ class _ShardJob:
     def _finish(self) -> int:
         self._output().finish(self._keep_cached)
         self._partial.rename(self._path)
-        regrouped = self._plan.regrouped
-        labels = [r.label for name in self._shard.tensors if name in regrouped for r in regrouped[name].reported]
+        computed = self._plan.computed
+        labels = [heads.label for name in self._shard.tensors if name in computed for heads in computed[name].reported]
         reports = {label: self._reports[label] for label in labels}
         self._staging.record_file(self._shard.name, {"reports": reports, "sha256": self._digests})
         return 0
@@ -143,34 +145,34 @@ class _ShardJob:
         if self._file is not None:
             self._file.close()
 
-    def _regroup(self, regrouped: OutputTensor) -> int:
+    def _write_computed(self, output: OutputTensor) -> int:
         """Write a tensor with K/V heads: copy rows, and merge rows or take them from a converted layer."""
-        plan, name = self._plan, regrouped.tensor.name
-        if regrouped.layer is not None:
-            return self._write_of_layer(name, self._layers.get(regrouped.layer))
-        if regrouped.scaled is not None:
-            for row, values in scaled_rows(self._checkpoint, regrouped.scaled):
+        plan, name = self._plan, output.tensor.name
+        if output.layer is not None:
+            return self._write_of_layer(name, self._layers.get(output.layer))
+        if output.scaled is not None:
+            for row, values in scaled_rows(self._checkpoint, output.scaled):
                 self._output().write_rows(name, row, values)
-            return regrouped.tensor.nbytes
-        row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
-        for rows in regrouped.copies:
+            return output.tensor.nbytes
+        row_nbytes = output.tensor.nbytes // output.tensor.shape[0]
+        for rows in output.copies:
             self._copy_rows(name, rows, row_nbytes)
-        n_rows = sum(rows.n for rows in regrouped.copies)
-        for merge in regrouped.merges:
+        n_rows = sum(rows.n for rows in output.copies)
+        for merge in output.merges:
             reports = []
             for row, merged, report in merge_groups(self._checkpoint, merge, plan.recipe):
                 self._output().write_rows(name, row, merged)
                 n_rows += len(merged)
                 reports.append(asdict(report))
             self._reports[merge.merged.label] = reports
-        assert n_rows == regrouped.tensor.shape[0]
-        return regrouped.tensor.nbytes
+        assert n_rows == output.tensor.shape[0]
+        return output.tensor.nbytes
 
     def _write_of_layer(self, name: str, layer: ConvertedLayer) -> int:
         values = layer.tensors[name]
         self._output().write_rows(name, 0, values)
         self._digests[name] = digest(values)
-        for heads in self._plan.regrouped[name].reported:
+        for heads in self._plan.computed[name].reported:
             self._reports[heads.label] = [asdict(report) for report in layer.reports[heads.label]]
         return values.nbytes
 
@@ -192,14 +194,14 @@ class _ShardJob:
                 piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
                 yield partial(self._copy, first, start, piece)
         for name in self._shard.tensors:
-            if name not in self._plan.regrouped and self._checkpoint.span(name) is None:
+            if name not in self._plan.computed and self._checkpoint.span(name) is None:
                 yield partial(self._write, name)
 
     def _spans(self) -> Iterator[tuple[str, Span]]:
         """Yield the runs of tensors that are adjacent in source and output, by the name of the first tensor."""
         run: tuple[str, Span] | None = None
         for name in self._shard.tensors:
-            span = None if name in self._plan.regrouped else self._checkpoint.span(name)
+            span = None if name in self._plan.computed else self._checkpoint.span(name)
             if run and span and (span.path, span.offset) == (run[1].path, run[1].offset + run[1].length):
                 run = run[0], Span(span.path, run[1].offset, run[1].length + span.length)
                 continue

@@ -61,7 +61,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
 
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.latent, recipe.rope, recipe.norm)
+    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm)
     _check_dtype(checkpoint, recipe)
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
         raise CheckpointError(
@@ -88,7 +88,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         max_shard_size=max_shard_size,
         tensors=tensors,
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
-        regrouped=computed,
+        computed=computed,
         code=None,
         notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
         largest_group=max(2 * layer.nbytes for layer in layers),
@@ -143,7 +143,7 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
         copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
         computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), copies=(copy,))
     if scale != 1:
-        written = [f"{layer.place.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
+        written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
         for name in (EMBEDDING, *written):
             computed[name] = OutputTensor(checkpoint.tensors[name], scaled=Scaled(name, scale))
     return computed
@@ -192,7 +192,7 @@ def _config(
         "attention_dropout": 0.0,
         "kv_lora_rank": sizes.latent,
         "q_lora_rank": None,
-        "qk_rope_head_dim": sizes.rope,
+        "qk_rope_head_dim": sizes.rope_dims,
         "qk_nope_head_dim": sizes.nope,
         "v_head_dim": sizes.head_dim,
         "rope_interleave": True,
@@ -226,11 +226,11 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"caches {sizes.source_cached}: nothing is saved."
         )
     if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
+        known = " and ".join(f"{latent} + {rope_dims}" for latent, rope_dims in FAST_KERNEL_SIZES)
         yield (
-            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope}. On a "
-            "GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs VLLM_MLA_DISABLE=1, "
-            "and caches full keys and values."
+            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope_dims}. "
+            "On a GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs "
+            "VLLM_MLA_DISABLE=1, and caches full keys and values."
         )
     # On a text, the frequencies are chosen later.
     if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":

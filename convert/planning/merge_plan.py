@@ -76,10 +76,10 @@ def make_merge_plan(
     check_n_kv_heads(geometry, n_kv_heads, recipe.method)
     _check_slices(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
-    regrouped = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
-    shards = _keep_shards(checkpoint, geometry, regrouped)
+    computed = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
+    shards = _keep_shards(checkpoint, geometry, computed)
     names = (name for shard in shards for name in shard.tensors)
-    tensors = {name: regrouped[name].tensor if name in regrouped else checkpoint.tensors[name] for name in names}
+    tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
     return MergePlan(
         geometry=geometry,
         n_kv_heads=n_kv_heads,
@@ -87,20 +87,20 @@ def make_merge_plan(
         max_shard_size=max_shard_size,
         tensors=tensors,
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
-        regrouped=regrouped,
-        code=find_code(checkpoint, family) if regrouped else None,
-        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if regrouped else ())),
-        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - regrouped.keys()),
+        computed=computed,
+        code=find_code(checkpoint, family) if computed else None,
+        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if computed else ())),
+        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,
-        largest_group=max(map(_group_nbytes, regrouped.values()), default=0),
+        largest_group=max(map(_group_nbytes, computed.values()), default=0),
     )
 
 
-def _group_nbytes(regrouped: OutputTensor) -> int:
+def _group_nbytes(output: OutputTensor) -> int:
     """Return the bytes merged at a time."""
-    if regrouped.layer is not None:
-        return 2 * regrouped.layer.nbytes  # twice: as many bytes again in copies and products
-    return max((merge.group_nbytes(regrouped.tensor) for merge in regrouped.merges), default=0)
+    if output.layer is not None:
+        return 2 * output.layer.nbytes  # twice: as many bytes again in copies and products
+    return max((merge.group_nbytes(output.tensor) for merge in output.merges), default=0)
 
 
 def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) -> None:
@@ -143,16 +143,16 @@ def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -
 
 
 def _keep_shards(
-    checkpoint: Checkpoint, geometry: Geometry, regrouped: dict[str, OutputTensor]
+    checkpoint: Checkpoint, geometry: Geometry, computed: dict[str, OutputTensor]
 ) -> tuple[Shard, ...]:  # fmt: skip
     """Return the source's shards with the output's tensors.
 
     The names are the source's, except where each head has its own tensor: then tensors are dropped or added.
     """
     with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
-    dropped = with_heads - regrouped.keys() if regrouped else set()
+    dropped = with_heads - computed.keys() if computed else set()
     added = defaultdict(list)
-    for name, output in regrouped.items():
+    for name, output in computed.items():
         if name not in checkpoint.tensors:
             added[output.copies[0].source].append(name)
     shards = []

@@ -37,7 +37,7 @@ class Plan(ABC):
     tensors: dict[str, TensorInfo]
     """Every tensor of the output."""
     shards: tuple[Shard, ...]
-    regrouped: dict[str, OutputTensor]
+    computed: dict[str, OutputTensor]
     """The tensors that differ from the source's: merged, repeated, rescaled, or of latent attention. All others are
     copied."""
     code: Code | None
@@ -67,12 +67,12 @@ class Plan(ABC):
         return sum(map(len, headers)) + sum(t.nbytes for t in self.tensors.values())
 
     @property
-    def bytes_regrouped(self) -> int:
-        return sum(self.tensors[name].nbytes for name in self.regrouped)
+    def bytes_computed(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.computed)
 
     @property
     def bytes_copied(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values()) - self.bytes_regrouped
+        return sum(t.nbytes for t in self.tensors.values()) - self.bytes_computed
 
     @property
     def scratch_bytes(self) -> int:
@@ -85,12 +85,12 @@ class Plan(ABC):
     @property
     def conversions(self) -> list[LayerConversion]:
         """The layers that are computed as a whole, in order."""
-        return list(dict.fromkeys(output.layer for output in self.regrouped.values() if output.layer is not None))
+        return list(dict.fromkeys(output.layer for output in self.computed.values() if output.layer is not None))
 
     @property
     def reported(self) -> list[Heads]:
         """All merged heads, in the order of layers."""
-        return [heads for regrouped in self.regrouped.values() for heads in regrouped.reported]
+        return [heads for output in self.computed.values() for heads in output.reported]
 
     def in_layer(self, name: str) -> bool:
         """Return whether a tensor belongs to one of the layers."""
@@ -125,9 +125,9 @@ class Plan(ABC):
             "n_heads": self.geometry.n_heads,
             "n_kv_heads_in": self.geometry.n_kv_heads,
             **self.recipe.record,
-            "n_regrouped": len(self.regrouped),
-            "bytes_regrouped": self.bytes_regrouped,
-            "n_copied": len(self.tensors) - len(self.regrouped),
+            "n_regrouped": len(self.computed),
+            "bytes_regrouped": self.bytes_computed,
+            "n_copied": len(self.tensors) - len(self.computed),
             "bytes_copied": self.bytes_copied,
             "output_bytes": self.output_bytes,
             "n_shards": len(self.shards),

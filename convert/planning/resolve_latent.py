@@ -8,15 +8,14 @@ from convert.latent import DEFAULT_LATENT, Frequencies, LatentMethod, LatentNorm
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
-from convert.planning.resolve_merge import MergeOptions, read_text
+from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import Checkpoint
-from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
 
-@dataclass(frozen=True)
-class LatentOptions:
+@dataclass(frozen=True, kw_only=True)
+class LatentOptions(CalibrationOptions):
     """The options of `convert mha-to-mla`. None: not set by the user.
 
     `method`, which the help does not show, is for comparison with published methods: they are not refined by default.
@@ -28,17 +27,6 @@ class LatentOptions:
     frequencies: Frequencies | None
     method: LatentMethod
     refine: int | None
-    calibration: str | None
-    calibration_tokens: int | None
-    device: str = AUTO_DEVICE
-    seed: int = 0
-
-    @property
-    def text_options(self) -> MergeOptions:
-        """The options that name the calibration text."""
-        return MergeOptions(
-            seed=self.seed, calibration=self.calibration, calibration_tokens=self.calibration_tokens, device=self.device
-        )
 
 
 def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentRecipe:
@@ -56,7 +44,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     recipe = LatentRecipe(
         LATENT,
         latent=sizes.latent,
-        rope=sizes.rope,
+        rope_dims=sizes.rope_dims,
         norm=sizes.norm,
         frequencies=frequencies,
         latent_method=options.method,
@@ -70,7 +58,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     fits, refine = options.method == "fit", options.refine
     if refine is None:
         refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
-    text, device = read_text(checkpoint, options.text_options)
+    text, device = read_text(checkpoint, options)
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
@@ -81,7 +69,7 @@ def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOp
         return
     fitting = suggested_sizes(geometry)
     advice = (
-        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope}; "
+        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope_dims}; "
         f"convert inspect {shlex.quote(str(checkpoint.path))} lists sizes"
         if fitting
         else f"--latent, at most {most}"
@@ -96,32 +84,32 @@ def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Fre
     """Raise CheckpointError if a method for comparison does not have these options."""
     if options.calibration == NONE:
         raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
-    if frequencies != "stock" or sizes.head_dim % sizes.rope:
+    if frequencies != "stock" or sizes.head_dim % sizes.rope_dims:
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
             f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."
         )
 
 
-def _frequencies(rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -> Frequencies:
+def _frequencies(source_rope: SourceRope, sizes: LatentSizes, options: LatentOptions) -> Frequencies:
     """Return which frequencies the rotated key has. Those of a scaled rotation are not the powers of any base."""
     requested = options.frequencies
-    if requested == "stock" and not rope.is_plain:
+    if requested == "stock" and not source_rope.is_plain:
         raise CheckpointError(
             "--frequencies stock cannot express the source's scaled rotary embedding; give --frequencies longrope."
         )
     prefers_stock = is_exact(sizes, "stock") or options.method != "fit"
-    return requested or ("stock" if rope.is_plain and prefers_stock else "longrope")
+    return requested or ("stock" if source_rope.is_plain and prefers_stock else "longrope")
 
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
     """Raise CheckpointError for an option of the calibration where there is none."""
-    given = options.text_options.calibration_option or ("--refine" if options.refine else None)
+    given = options.calibration_option or ("--refine" if options.refine else None)
     if given is None:
         return
     if options.calibration == NONE:
         raise CheckpointError(f"{given} needs a calibration text, but --calibration none was given.")
     raise CheckpointError(
-        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope} with {frequencies} frequencies "
+        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope_dims} with {frequencies} frequencies "
         "computes what the source does, without calibration; leave it out."
     )

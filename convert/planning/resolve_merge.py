@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from convert.calibration_text.choices import DEFAULT_TOKENS, NONE, SELF, SHIPPED
-from convert.calibration_text.read import read_calibration_text
-from convert.calibration_text.text import CalibrationText, split_name
-from convert.errors import NO_TORCH, UnsupportedMethodError
+from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
+from convert.errors import UnsupportedMethodError
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
 from convert.merging.recipe import Recipe
+from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
 from model.common import checks, console
-from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
@@ -21,28 +19,13 @@ DEFAULT_METHOD = "fit"
 """The method, with refit and refine, if none is requested: the best by docs/study.md."""
 
 
-@dataclass(frozen=True)
-class MergeOptions:
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(CalibrationOptions):
     """The options of a merge. None: not set by the user."""
 
     method: str | None = None
-    seed: int = 0
     refit: bool = False
     refine: int | None = None
-    calibration: str | None = None
-    """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
-    calibration_tokens: int | None = None
-    device: str = AUTO_DEVICE
-
-    @property
-    def calibration_option(self) -> str | None:
-        """An option that was given and needs a calibration text."""
-        given = {
-            "--calibration": self.calibration not in (None, NONE),
-            "--calibration-tokens": self.calibration_tokens is not None,
-            "--device": self.device != AUTO_DEVICE,
-        }
-        return next((option for option, is_given in given.items() if is_given), None)
 
     @property
     def training_option(self) -> str | None:
@@ -117,30 +100,3 @@ def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
                 f"config.json has clip_qkv = {checks.short_repr(settings['clip_qkv'])}, which --method {method} "
                 "cannot take into account by the weights alone; calibrate it on a text, or use --method mean."
             )
-
-
-def read_text(checkpoint: Checkpoint, options: MergeOptions) -> tuple[CalibrationText, str]:
-    """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
-    try:
-        from convert.calibration.generated_text import TextGeneration
-        from convert.calibration.incremental_decoder import check_writes_text
-        from convert.calibration.layer_stream import check_tokens, open_checked
-    except ImportError as error:
-        raise UnsupportedMethodError(NO_TORCH) from error
-    layers = open_checked(checkpoint, options.device)
-    name = SHIPPED if options.calibration is None else options.calibration
-    n_tokens = options.calibration_tokens or DEFAULT_TOKENS
-    if SELF in split_name(name):
-        check_writes_text(checkpoint)
-    text = read_calibration_text(checkpoint, name, n_tokens)
-    check_tokens(layers, text)
-    if text.generated:
-        generated = TextGeneration.of(checkpoint, text, options.seed, str(layers.device))
-        generated.check_memory(layers.n_embeddings)
-        text = replace(
-            text,
-            generation_bytes=generated.memory(layers.n_embeddings),
-            generation_steps=generated.n_steps,
-            generation_inputs=generated.inputs_sha256,
-        )
-    return text, str(layers.device)

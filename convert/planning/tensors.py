@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from convert.errors import UnsupportedMethodError
 from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerConversion, LayerMerge
-from convert.merging.methods import METHODS
+from convert.merging.methods import HEAD_METHODS
 from convert.merging.recipe import Recipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import TensorInfo
@@ -69,7 +69,7 @@ def regroup(
     for source, output in zip(before, after, strict=True):
         for name in output.tensors:
             pairs[name].append((source, output))
-    return {name: _regrouped(name, heads, tensors) for name, heads in pairs.items()}
+    return {name: _output_tensor(name, heads, tensors) for name, heads in pairs.items()}
 
 
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
@@ -78,39 +78,39 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], met
     if geometry.n_rotary_pairs is None and family.rotary_fraction is not None:
         raise UnsupportedMethodError(
             f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
-            f"them in a head of {geometry.head_dim}; choose {', '.join(METHODS)}."
+            f"them in a head of {geometry.head_dim}; choose {', '.join(HEAD_METHODS)}."
         )
     if geometry.n_rotary_pairs is None:
         without = "" if family.alibi is None else f" without {family.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
-            f"model_type {family.model_type!r}{without}; choose {', '.join(METHODS)}."
+            f"model_type {family.model_type!r}{without}; choose {', '.join(HEAD_METHODS)}."
         )
-    for place in _places(geometry):
-        biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", place)}
+    for prefix in _prefixes(geometry):
+        biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", prefix)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
-            raise UnsupportedMethodError(f"{place[:-1]} has a bias on some of q, k and v only; use --method mean.")
-        _check_norms(family, place, tensors, method)
+            raise UnsupportedMethodError(f"{prefix[:-1]} has a bias on some of q, k and v only; use --method mean.")
+        _check_norms(family, prefix, tensors, method)
 
 
-def _check_norms(family: Family, place: str, tensors: Mapping[str, TensorInfo], method: str) -> None:
-    """Raise UnsupportedMethodError unless a layer method can merge the norms below `place`, if there are any."""
+def _check_norms(family: Family, prefix: str, tensors: Mapping[str, TensorInfo], method: str) -> None:
+    """Raise UnsupportedMethodError unless a layer method can merge the norms below `prefix`, if there are any."""
     norms = family.head_norms
     if norms is None or norms.layout == "none":
         return
-    names = {f"{place}{norms.query}.weight", f"{place}{norms.key}.weight"}
+    names = {f"{prefix}{norms.query}.weight", f"{prefix}{norms.key}.weight"}
     if norms.kind == "rms" and not names <= tensors.keys():
         missing = min(names - tensors.keys())
         raise UnsupportedMethodError(f"the tensor {missing} is missing, which --method {method} needs.")
-    present = [name for name in tensors if name.startswith((f"{place}{norms.query}.", f"{place}{norms.key}."))]
+    present = [name for name in tensors if name.startswith((f"{prefix}{norms.query}.", f"{prefix}{norms.key}."))]
     if norms.kind == "layer" and present:
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, but {present[0]} normalises queries or keys "
-            f"afterwards, and subtracts their mean; choose {', '.join(METHODS)}."
+            f"afterwards, and subtracts their mean; choose {', '.join(HEAD_METHODS)}."
         )
 
 
-def _places(geometry: Geometry) -> list[str]:
+def _prefixes(geometry: Geometry) -> list[str]:
     """Return the beginnings of the attention modules' tensor names, in the order of layers."""
     stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
     return [f"{stem}{module}." for stem in stems for module in geometry.attention.family.attention]
@@ -123,42 +123,42 @@ def _regroup_layers(
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
-    regrouped: dict[str, OutputTensor] = {}
+    computed: dict[str, OutputTensor] = {}
     per_layer = len(family.attention)
-    for i, place in enumerate(_places(geometry)):
+    for i, prefix in enumerate(_prefixes(geometry)):
         source, target = (
             tuple(
                 heads
                 for parameter in ("weight", "bias")
-                for heads in projections(family, replace(sizes, n_kv_heads=n), parameter, place)
+                for heads in projections(family, replace(sizes, n_kv_heads=n), parameter, prefix)
                 if heads.tensors[0] in tensors
             )
             for n in (sizes.n_kv_heads, n_kv_heads)
         )
         merge = LayerMerge(
             recipe, geometry.n_rotary_pairs[i // per_layer], family.rotary_pairing, sizes, n_kv_heads, source, target,
-            f"{place}{family.output}.weight", norms,
+            f"{prefix}{family.output}.weight", norms,
         )  # fmt: skip
         for name in merge.tensors:
             tensor = tensors[name]
             shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])
-            regrouped[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
-    return regrouped
+            computed[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
+    return computed
 
 
-def _regrouped(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, TensorInfo]) -> OutputTensor:
+def _output_tensor(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping[str, TensorInfo]) -> OutputTensor:
     copies: list[Rows] = []
     merges: list[HeadMerge] = []
     n_rows = 0
     for source, output in pairs:
-        heads = tuple(head for head in range(output.n) if output.place(head)[0] == name)
+        heads = tuple(head for head in range(output.n) if output.tensor_and_row(head)[0] == name)
         n_rows += len(heads) * output.rows_per_head
         if output.n < source.n:
             merges.append(HeadMerge(name, source, output, heads))
         else:
             for head in heads:
-                source_name, source_row = source.place(head // (output.n // source.n))
-                copies.append(Rows(output.place(head)[1], source_name, source_row, output.rows_per_head))
+                source_name, source_row = source.tensor_and_row(head // (output.n // source.n))
+                copies.append(Rows(output.tensor_and_row(head)[1], source_name, source_row, output.rows_per_head))
     like = tensors[pairs[0][0].tensors[0]]
     tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
     return OutputTensor(tensor, tuple(_coalesced(copies)), tuple(merges))

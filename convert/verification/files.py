@@ -13,7 +13,7 @@ from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
 from model.common.checks import short_repr
 from model.common.files import has_content
-from model.common.read_files import CONVERSION_RECORD
+from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
@@ -33,7 +33,7 @@ def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], find
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
         findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
-    if record["sha256"].keys() != {name for name, tensor in plan.regrouped.items() if tensor.layer is not None}:
+    if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
         findings.differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
     expected = planned_record(source, plan)
     for part in ("source", "geometry"):
@@ -68,7 +68,7 @@ def _compare_side_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
     origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
-    expected = {**config_json.copied_files(source, plan), "README.md": model_card(source, plan, origin)}
+    expected = {**config_json.copied_files(source, plan), MODEL_CARD: model_card(source, plan, origin)}
     for name, content in expected.items():
         path = out.path / name
         if not path.is_file():

@@ -1,13 +1,14 @@
 """Hold the results of a verification."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class Findings:
     """Counts of the compared parts, and every difference, in words."""
 
-    n_regrouped: int = 0
+    n_computed: int = 0
     n_copied: int = 0
     n_files: int = 0
     rounded: dict[str, float] = field(default_factory=dict)
@@ -21,3 +22,16 @@ class Findings:
     def ok(self) -> bool:
         """True if everything was compared and agrees."""
         return not self.differences and not self.unchecked
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The content of `convert verify --json`."""
+        return {
+            "ok": self.ok,
+            "n_regrouped": self.n_computed,
+            "n_copied": self.n_copied,
+            "n_files": self.n_files,
+            "rounded": self.rounded,
+            "unchecked": self.unchecked,
+            "differences": self.differences,
+        }

@@ -6,7 +6,7 @@ from tempfile import gettempdir
 
 import numpy as np
 
-from convert.conversion import calibrate
+from convert.calibration.run_calibration import calibrate
 from convert.latent.layer import FittedLatent, LatentLayer
 from convert.latent.recipe import LATENT
 from convert.merging.layer import LayerConversion, LayerMerge, attention_of
@@ -45,7 +45,7 @@ def recompute_layers(
             f"{gettempdir()} has {free / 1e9:.2f} GB free, but {plan.scratch_bytes / 1e9:.2f} GB are needed to run the "
             "calibration again; set TMPDIR to a folder with more free space."
         )
-    calibrate(source, plan, scratch, quiet)
+    calibrate(source, plan.conversions, plan.recipe, scratch, quiet)
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 

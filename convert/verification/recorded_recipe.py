@@ -9,7 +9,7 @@ from convert.calibration_text.read import read_stored
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.latent.recipe import LATENT, read_latent_recipe
-from convert.merging.methods import LAYER_METHODS, METHODS, REPEAT
+from convert.merging.methods import HEAD_METHODS, LAYER_METHODS, REPEAT
 from convert.merging.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def recorded_recipe(
 
     If OUT's calibration tokens are not usable, add to `findings.unchecked`.
     """
-    if record["method"] not in (*METHODS, *LAYER_METHODS, REPEAT, LATENT):
+    if record["method"] not in (*HEAD_METHODS, *LAYER_METHODS, REPEAT, LATENT):
         raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
     _check_repeatable(record, out_path / CONVERSION_RECORD)
     refit, refine = record.get("refit", False), record.get("refine", 0)
@@ -64,7 +64,7 @@ def _stored_text(
     try:
         if find_spec("torch") is None:
             raise CheckpointError(NO_TORCH)
-        from convert.calibration.layer_stream import check_tokens, open_layers
+        from convert.layers.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
         check_tokens(open_layers(source, text.window, device), text)

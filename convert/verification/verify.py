@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from convert.conversion import plan_recipe
 from convert.merging.heads import merge_groups
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.output.groupwise_json import earlier_conversion, read_record
 from convert.output.write_shards import digest, scaled_rows
+from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan
 from convert.verification.files import compare_files
 from convert.verification.findings import Findings
@@ -70,15 +70,15 @@ def verify(
             )
         recipe = recorded_recipe(source, out_path, record, device, findings)
         try:
-            plan = plan_recipe(source, record["groups"], recipe, None)
+            plan = make_plan(source, record["groups"], recipe, None)
         except CheckpointError as error:
             raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
         same_names = _compare_names(plan, out, findings)
         layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
-        if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.regrouped) <= set(same_names):
+        if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.computed) <= set(same_names):
             compare_by_errors(source, out, plan, layers, Path(scratch) / "scored", findings)
         checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
-        layer_wise = [name for name in same_names if name in plan.regrouped and plan.regrouped[name].layer]
+        layer_wise = [name for name in same_names if name in plan.computed and plan.computed[name].layer]
         stop = threading.Event()
         digests = [
             *(partial(_compare_source_file, path, record, stop) for path in source.weight_files),
@@ -98,8 +98,8 @@ def verify(
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        findings.n_copied = len(same_names) - len(plan.regrouped.keys() & set(same_names))
-        findings.n_regrouped = 0 if layers is None else len(same_names) - findings.n_copied
+        findings.n_copied = len(same_names) - len(plan.computed.keys() & set(same_names))
+        findings.n_computed = 0 if layers is None else len(same_names) - findings.n_copied
         compare_files(source, out, plan, record, findings)
     return findings
 
@@ -145,8 +145,8 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
 def _compare_tensor(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache | None, findings: Findings, name: str
 ) -> list[str]:
-    if name in plan.regrouped:
-        layer = plan.regrouped[name].layer
+    if name in plan.computed:
+        layer = plan.computed[name].layer
         if layer is not None:
             return [] if layers is None else compare_layer_tensor(out, layer, layers, findings, name)
         expected, origin = _recomputed(source, plan, name), "recomputed from the source"
@@ -167,15 +167,15 @@ Pieces = Iterator[tuple[int, bytes]]
 
 
 def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
-    regrouped = plan.regrouped[name]
-    row_nbytes = regrouped.tensor.nbytes // regrouped.tensor.shape[0]
-    for rows in regrouped.copies:
+    output = plan.computed[name]
+    row_nbytes = output.tensor.nbytes // output.tensor.shape[0]
+    for rows in output.copies:
         for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
             yield rows.row * row_nbytes + at, piece
-    if regrouped.scaled is not None:
-        for row, values in scaled_rows(source, regrouped.scaled):
+    if output.scaled is not None:
+        for row, values in scaled_rows(source, output.scaled):
             yield row * row_nbytes, values.tobytes()
-    for merge in regrouped.merges:
+    for merge in output.merges:
         for row, merged, _ in merge_groups(source, merge, plan.recipe):
             yield row * row_nbytes, merged.tobytes()
 

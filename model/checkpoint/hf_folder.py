@@ -16,6 +16,7 @@ from model.common.read_files import (
     CONFIG_BYTES,
     CONVERSION_RECORD,
     MAX_LEVELS,
+    MODEL_CARD,
     check_regular,
     is_lfs_pointer,
     leads_outside,
@@ -52,7 +53,7 @@ WEIGHTS = (
 
 MODEL_FILES = (
     "config.json", "generation_config.json", "groupwise.json", "tokenizer*", "*.model", "*.tiktoken", "vocab*",
-    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor*.json", "README.md",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor*.json", MODEL_CARD,
     "LICENSE*", "NOTICE*", "USE_POLICY*", "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py",
     "image_processing_*.py", "feature_extraction_*.py", "tekken.json",
 )  # fmt: skip

@@ -166,14 +166,14 @@ class WithLatentNorm(_Wrapped):
         super().__init__(inner, norm)
         added = norm.latent - norm.usable
         for name, tensor in inner.tensors.items():
-            part, place = _part(name), name.rpartition("self_attn.")[0] + "self_attn."
+            part, prefix = _part(name), name.rpartition("self_attn.")[0] + "self_attn."
             if part == KV_A:
                 rows, columns = tensor.shape
                 self.tensors[name] = replace(tensor, shape=(rows + added, columns))
-                self._add(f"{place}{NORM}.weight", tensor, (norm.latent,))
+                self._add(f"{prefix}{NORM}.weight", tensor, (norm.latent,))
                 if added:
-                    self._add(f"{place}{KV_A}.bias", tensor, (norm.latent + norm.rope,))
-                    self._add(f"{place}o_proj.bias", tensor, (columns,))
+                    self._add(f"{prefix}{KV_A}.bias", tensor, (norm.latent + norm.rope,))
+                    self._add(f"{prefix}o_proj.bias", tensor, (columns,))
             elif part == KV_B:
                 self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.latent))
 

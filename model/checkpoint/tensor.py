@@ -3,6 +3,7 @@
 Dtypes of all formats have their names in the safetensors format (`BF16`, `F32`, …).
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -44,6 +45,12 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
 def is_rope_buffer(name: str) -> bool:
     """Return whether the tensor of this name holds RoPE frequencies."""
     return name.endswith(ROPE_BUFFER)
+
+
+def layer_number(name: str) -> int | None:
+    """Return the layer in a tensor's name; None for the embedding, the head and the last norm."""
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:

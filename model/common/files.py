@@ -147,10 +147,16 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush a folder and everything in it to the disk."""
+def sync_tree(folder: Path, synced: str | None = None) -> None:
+    """Flush a folder and everything in it to the disk, but for files with the suffix `synced`, which are there already.
+
+    Call it after all writes, so that the disk can combine them.
+    """
     for path in (*folder.rglob("*"), folder):
-        (sync_folder if path.is_dir() else sync_file)(path)
+        if path.is_dir():
+            sync_folder(path)
+        elif path.suffix != synced:
+            sync_file(path)
 
 
 def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:

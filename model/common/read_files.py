@@ -14,6 +14,7 @@ CONVERSION_RECORD = "groupwise.json"
 """The file in which a conversion records its source, its options and the merged tensors."""
 UPTRAINING_RECORD = "uptraining.json"
 """The file in which an export records how the model was trained."""
+MODEL_CARD = "README.md"
 CONFIG_BYTES = 100_000_000
 """Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
 TOKENIZER_BYTES = 1_000_000_000

@@ -21,11 +21,11 @@ from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
 from convert.calibration.latent_weights import latent_weights
-from convert.calibration.layer_stream import iter_layers
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
-from convert.latent.frequencies import evenly, frequencies_at
+from convert.latent.frequencies import evenly
 from convert.latent.recipe import LATENT, LatentRecipe
+from convert.layers.layer_stream import iter_layers
 from convert.planning.latent_plan import make_latent_plan
 from model.checkpoint import open_checkpoint
 
@@ -137,7 +137,7 @@ def _first_layer(source, tmp_path, sizes=SIZE):
     with open_checkpoint(source) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
         positions = (0.0, 0.0, 1.0, 3.0)
-        recipe = LatentRecipe(LATENT, latent=sizes[1], rope=sizes[3], positions=positions, text=text)
+        recipe = LatentRecipe(LATENT, latent=sizes[1], rope_dims=sizes[3], positions=positions, text=text)
         work = make_latent_plan(checkpoint, recipe, None).layers[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
@@ -149,9 +149,8 @@ def _first_layer(source, tmp_path, sizes=SIZE):
 
 def test_what_runs_on_the_text_is_the_reference_of_float64(source, tmp_path):
     for checkpoint, layer, work, _ in _first_layer(source, tmp_path):
-        positions = work.recipe.positions
-        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.sizes, work.rope, positions)
-        frequencies = frequencies_at(work.rope, positions)
+        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.target)
+        frequencies = work.target.frequencies_F
         x = layer.inputs([0])
         weights = latent_weights(fitted, frequencies)
         actual = (weights.heads_out(x) @ weights.o_MC.T)[0].numpy()
@@ -161,14 +160,13 @@ def test_what_runs_on_the_text_is_the_reference_of_float64(source, tmp_path):
 
 def test_balancing_scales_both_sides_and_changes_no_output(source, tmp_path):
     for checkpoint, layer, work, _ in _first_layer(source, tmp_path):
-        positions = work.recipe.positions
-        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.sizes, work.rope, positions)
+        fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.target)
         fitted.latent_LX[3] = 0.0  # one that nothing is read into
         fitted.q_HNX[1] *= 1000.0
         fitted.key_RX[[2, 2 + len(fitted.key_RX) // 2]] *= 1000.0
         fitted.o_HMD[0] /= 1000.0
         balanced = fitted.balanced(keep_output=False)
-        x, frequencies = layer.inputs([0])[0].double().numpy(), frequencies_at(work.rope, positions)
+        x, frequencies = layer.inputs([0])[0].double().numpy(), work.target.frequencies_F
         assert np.array_equal(attend(balanced, x, frequencies), attend(fitted, x, frequencies))
         used = [n for n in range(work.sizes.latent) if n != 3]
         up = np.concatenate([balanced.k_HNL[:, : work.sizes.head_dim], balanced.v_HDL], axis=1)[..., used]
@@ -212,7 +210,7 @@ def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.calibration.input_moments.QUERIES", 1 << 20)  # all of them
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
         before, moments = work.read(checkpoint), sums.moments()
-        frequencies = np.array(work.rope.frequencies)
+        frequencies = np.array(work.source_rope.frequencies)
         n_windows, length, half = layer.text.n_windows, layer.text.length, 4
         keys, mixed, tokens = (np.zeros((64, 64)) for _ in range(3))
         for window in range(n_windows):
@@ -240,12 +238,11 @@ def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
 def test_the_queries_are_the_least_squares_solution(source, tmp_path):
     """Compared with numpy's lstsq of all pairs of one head, each rotated by complex numbers."""
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
-        positions, sizes = work.recipe.positions, work.sizes
-        before, channels = work.read(checkpoint), frequencies_at(work.rope, positions)
-        own = np.array(work.rope.frequencies)
-        fitted = solve(before, sums.moments(), sizes, work.rope, positions)
+        before, channels = work.read(checkpoint), work.target.frequencies_F
+        own = np.array(work.source_rope.frequencies)
+        fitted = solve(before, sums.moments(), work.target)
         drawn_keys = list(enumerate(sums.drawn_keys))
-        after = solve_queries(layer, before, fitted, work, drawn_keys)
+        after = solve_queries(layer, before, fitted, work.target, drawn_keys)
         head, features, targets = 3, [], []
 
         def rotate(rows, x, distance, frequencies):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convert.merging.methods import METHODS, find_method
+from convert.merging.methods import HEAD_METHODS, find_method
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -73,7 +73,7 @@ def test_random_has_the_group_s_scale_and_nothing_else_of_it(dtype):
     assert abs(correlation) < 0.05
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HEAD_METHODS)
 @given(case=heads())
 def test_a_group_becomes_one_head_of_its_shape_and_dtype(method, case):
     w, _, _ = case
@@ -81,7 +81,7 @@ def test_a_group_becomes_one_head_of_its_shape_and_dtype(method, case):
     assert (merged.shape, merged.dtype) == (w.shape[1:], w.dtype)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HEAD_METHODS)
 def test_methods_are_pure(method):
     w = np.random.default_rng(0).normal(size=(4, 3, 5))
     copy = w.copy()

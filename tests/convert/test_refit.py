@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from convert.calibration.layer_stream import VALIDATION_EVERY
 from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
+from convert.layers.layer_stream import VALIDATION_EVERY
 from convert.merging.weights import LayerAttention
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12

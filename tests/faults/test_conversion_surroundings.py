@@ -15,7 +15,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from convert.calibration.generated_text import TextGeneration
-from convert.calibration.transformers_layer import TransformersLayer
+from convert.layers.transformers_module import TransformersLayer
 from convert.merging.layer_file import save_layer
 from model.checkpoint import open_checkpoint
 from model.common import console

@@ -108,11 +108,11 @@ def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path
     for name in ("notes.txt", "notes/more.txt"):
         (source / name).write_text("private")
 
-    def fail(*given):
+    def fail(*given, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "sync_file", fail)
+        patch.setattr(conversion, "sync_tree", fail)
         assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 1
     assert (tmp_path / ".out.groupwise/folder/notes/more.txt").exists()
     shutil.rmtree(source / "notes")

@@ -10,8 +10,9 @@ from equivalent_heads import equivalent_mha, logits
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration import calibrate_layers, layer_stream, moment_sums
+from convert.calibration import calibrate_layers, moment_sums
 from convert.calibration_text.read import read_calibration_text
+from convert.layers import layer_stream
 from convert.merging.layer_file import load_layer
 from convert.merging.moments import Moments
 from convert.merging.recipe import Recipe

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from convert.calibration.incremental_decoder import open_model
+from convert.layers.incremental_decoder import open_model
 from model.checkpoint import open_checkpoint
 
 LENGTH = 16

@@ -10,7 +10,7 @@ import torch
 from latent import config, divergence, edit_tensors, logits, make_source, make_unfolded
 from latent_reference import attend
 
-from convert.latent.closed_form import moments_from_norm, solve
+from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
@@ -156,9 +156,9 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-    sizes = LatentSizes(4, 4, 8, 32, latent=10, rope=4, norm="eps")
+    sizes = LatentSizes(4, 4, 8, 32, latent=10, rope_dims=4, norm="eps")
     positions = stock_positions(1.5, 2)
-    latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), sizes, ROPE, positions)
+    latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), LatentTarget(sizes, ROPE, positions))
     names = StockNames("self_attn.", False)
     tensors = to_stock_tensors(latent, sizes, names, 1.0)
     rope = rope_parameters(ROPE, positions)

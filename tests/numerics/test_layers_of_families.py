@@ -13,10 +13,11 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import calibrate_layers, layer_stream, transformers_layers
+from convert.calibration import calibrate_layers
 from convert.calibration.layer_output import weights_of
-from convert.calibration.transformers_layers import TransformersLayers
 from convert.calibration_text.read import read_calibration_text
+from convert.layers import layer_stream, transformers_layers
+from convert.layers.transformers_layers import TransformersLayers
 from convert.merging.layer import read_attention
 from convert.merging.layer_file import load_layer
 from convert.merging.recipe import Recipe
@@ -142,7 +143,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             n_rotated = 2 * plan.layers[index].n_rotary_pairs
             assert n_rotated == (0 if layer.rotation is None else layer.rotation[0].shape[1])
             q, k, v = plain.heads(index, layer.head_dim)
-            seen_k = seen[0].rotated_k_BTGD
+            seen_k = seen[0].rotated_k_BTKD
             if layer.rotation is not None:
                 cos_TR, sin_TR = layer.rotation
                 seen_k = rotate_first(seen_k, cos_TR[:, None], -sin_TR[:, None])
@@ -151,9 +152,9 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             assert longer == pytest.approx(1.0, abs=1e-5) or family == "gpt_oss"
             assert_close(seen[0].q_BTHD, longer * half_split(q, family, n_rotated))
             assert_close(seen_k, longer * half_split(k, family, n_rotated))
-            assert_close(seen[0].v_BTGD, v)
-            q_HTD, k_GTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTGD))
-            weights_HST = layer.attention_weights(q_HTD, k_GTD, torch.arange(LENGTH))
+            assert_close(seen[0].v_BTKD, v)
+            q_HTD, k_KTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTKD))
+            weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH))
             assert_close(weights_HST, plain.weights[index][0])
             weights = weights_of(read_attention(checkpoint, plan.layers[index]))
             bias_M = 0 if layer.output_bias is None else layer.output_bias

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
 
-from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers
 from convert.calibration.layer_output import weights_of
+from convert.layers.encoder_decoder_layers import EncoderDecoderLayers
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
@@ -70,11 +70,11 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
             assert_close(states_BTM[:, ENCODED:], outputs[index])
             assert_close(attended_BTM[:, ENCODED:], parts[index]["o"])
             assert not attended_BTM[:, :ENCODED].any()
-            heads = (seen[0].q_BTHD, seen[0].rotated_k_BTGD, seen[0].v_BTGD)
+            heads = (seen[0].q_BTHD, seen[0].rotated_k_BTKD, seen[0].v_BTKD)
             for name, each in zip("qkv", heads, strict=True):
                 assert_close(each.flatten(2), parts[index][name])
-            q_HTD, k_GTD = (each[0].transpose(0, 1) for each in heads[:2])
-            weights_HST = layer.attention_weights(q_HTD, k_GTD, torch.arange(LENGTH - ENCODED))
+            q_HTD, k_KTD = (each[0].transpose(0, 1) for each in heads[:2])
+            weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH - ENCODED))
             assert_close(weights_HST, all_weights[index][0])
             weights = weights_of(read_attention(checkpoint, merges[index]))
             assert_close(layer.heads_out(weights, x_BTM) @ weights.o_MC.T, attended_BTM)

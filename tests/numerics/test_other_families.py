@@ -109,7 +109,7 @@ def test_falcon_shape_probe(tmp_path):
     with open_checkpoint(folders[0]) as source, open_checkpoint(folders[1]) as theirs:
         plan = make_merge_plan(source, 1, Recipe("mean"), None)
         assert plan.tensors == theirs.tensors
-        assert plan.regrouped.keys() == {n for n, t in source.tensors.items() if t != theirs.tensors[n]}
+        assert plan.computed.keys() == {n for n, t in source.tensors.items() if t != theirs.tensors[n]}
 
 
 def test_falcon_merges_to_one_group_only(convert, tmp_path):
@@ -256,7 +256,7 @@ def test_shape_probe_of_our_classes(convert, tmp_path, make):
         with open_checkpoint(source) as checkpoint, open_checkpoint(tmp_path / f"theirs-{groups}") as theirs:
             plan = make_merge_plan(checkpoint, groups, Recipe("mean"), None)
             assert plan.tensors == theirs.tensors
-            assert plan.regrouped.keys() == {n for n, t in checkpoint.tensors.items() if t != theirs.tensors[n]}
+            assert plan.computed.keys() == {n for n, t in checkpoint.tensors.items() if t != theirs.tensors[n]}
 
 
 @pytest.mark.parametrize("make", OURS)

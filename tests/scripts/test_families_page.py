@@ -8,7 +8,7 @@ import tiny
 from numerics.test_other_families import mt5, t5
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.layer_stream import open_checked
+from convert.layers.layer_stream import open_checked
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
 from model.families import FAMILIES, NATIVE_FAMILIES

@@ -13,7 +13,7 @@ from typing import Any
 from model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.same_bytes import sampled_rows
-from model.checkpoint.tensor import BITS
+from model.checkpoint.tensor import BITS, layer_number
 from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
@@ -24,7 +24,6 @@ from uptrain.budget.parameter_counts import (
     count_head,
     count_outside_layers,
     count_parameters,
-    layer_of,
     without_buffers,
 )
 from uptrain.training.choices import DEFAULT_RANK
@@ -203,7 +202,7 @@ class MemoryEstimator:
     def _adapters(self) -> Iterator[TensorInfo]:
         """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
         for tensor in self.tensors:
-            if layer_of(tensor) is not None and len(tensor.shape) == 2 and tensor.name not in self.wide:
+            if layer_number(tensor.name) is not None and len(tensor.shape) == 2 and tensor.name not in self.wide:
                 n_out, n_in = tensor.shape
                 yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
                 yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
@@ -220,7 +219,7 @@ class MemoryEstimator:
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
-        vocab = max(tensor.shape[0] for tensor in self.tensors if layer_of(tensor) is None and len(tensor.shape) == 2)
+        vocab = max(x.shape[0] for x in self.tensors if layer_number(x.name) is None and len(x.shape) == 2)
         if is_native(self.config):
             chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))

@@ -10,14 +10,14 @@ import numpy as np
 
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
 from model.checkpoint.formats.dcp.reader import DistributedFolder
-from model.checkpoint.hf_folder import INDEX, SINGLE, json_text, list_files, read_config
+from model.checkpoint.hf_folder import INDEX, json_text, list_files, read_config
 from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
 from model.common.console import Advance
 from model.common.errors import InputError
-from model.common.files import copy_file, sync_file, sync_folder, write_file
-from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
+from model.common.files import copy_file, sync_tree, write_file
+from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.staging import Staging
 from model.decoder.loading import check_shapes
 from model.families import is_native
@@ -200,16 +200,12 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
     side_files, _ = list_files(source)
     files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
     files[UPTRAINING_RECORD] = json_text(record)
-    files["README.md"] = model_card(source, record)
+    files[MODEL_CARD] = model_card(source, record)
     if (source / CONVERSION_RECORD).is_file():
         files[CONVERSION_RECORD] = source / CONVERSION_RECORD
     for name, content in files.items():
         copy_file(content, folder / name)
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        elif path.name != SINGLE:
-            sync_file(path)
+    sync_tree(folder, synced=".safetensors")
 
 
 def config_text(folder: Path, dtype: str) -> bytes:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.printable import markdown, markdown_code
-from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, MODEL_CARD, leads_outside, read_bytes_up_to
 from uptrain.budget.counts import format_count
 from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
 from uptrain.training.losses import LOSSES
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining:
 
 def model_card(source: Path, record: dict[str, Any]) -> bytes:
     """Return `README.md`. `source` is the folder of the initial model, `record` the content of uptraining.json."""
-    path = source / "README.md"
+    path = source / MODEL_CARD
     has_card = path.is_file() and not leads_outside(path, source)
     card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else _front_matter(record["settings"]["model"])
     return card.strip() + b"\n\n" + _section(record, has_card).encode()

@@ -12,7 +12,7 @@ from uuid import uuid4
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
 from model.common.files import copy_file, lies_in, sync_tree, write_file
-from model.common.read_files import CONVERSION_RECORD
+from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
@@ -35,7 +35,7 @@ def make_folder(
     files = {**side_files, "config.json": config_folder / "config.json"}
     record = config_folder / CONVERSION_RECORD
     if not settings.model:  # random weights: what the folder says of its own does not apply
-        files.pop("README.md", None)
+        files.pop(MODEL_CARD, None)
     elif record.is_file():
         files[record.name] = record
     run = Run(

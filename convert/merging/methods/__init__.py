@@ -1,6 +1,6 @@
 """The merge methods, one file each, imported when used.
 
-Each of METHODS is a pure function `merge(heads_HDM, rng)` that merges one group of heads into one head:
+Each of HEAD_METHODS is a pure function `merge(heads_HDM, rng)` that merges one group of heads into one head:
 
     heads_HDM   the group's K or V heads, [heads, head_dim, hidden]; for a bias, hidden = 1
     rng         the tensor's own random generator, for the methods that draw; groups use it in order
@@ -15,7 +15,7 @@ are the moments by the weights alone. Calibration keeps the solution with the le
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the command line reads METHODS for its help, without the time to import numpy
+if TYPE_CHECKING:  # the command line reads HEAD_METHODS for its help, without the time to import numpy
     from collections.abc import Callable
 
     import numpy as np
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the command line reads METHODS for its help, without the ti
     Alternatives = Callable[[Moments, Maps, Moments], tuple[Maps, ...]]
 
 # One module each in this folder.
-METHODS = ("mean", "first", "random")
+HEAD_METHODS = ("mean", "first", "random")
 LAYER_METHODS = ("aligned", "pca", "fit")
 CALIBRATED = ("fit",)
 """Layer methods that need a calibration text."""
@@ -37,7 +37,7 @@ REPEAT = "repeat"
 
 
 def find_method(name: str) -> "MergeMethod":
-    """Import the function of one of METHODS."""
+    """Import the function of one of HEAD_METHODS."""
     merge: MergeMethod = import_module(f"convert.merging.methods.{name}").merge
     return merge
 

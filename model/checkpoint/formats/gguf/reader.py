@@ -25,6 +25,7 @@ from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.printable import markdown
+from model.common.read_files import MODEL_CARD
 
 NOT_QUANTISED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -75,7 +76,7 @@ class GGUFFile(Checkpoint):
         self.side_files = {
             **tokenizer_files(path, fields),
             "generation_config.json": json_text(generation_config(keys)),
-            "README.md": _card(fields),
+            MODEL_CARD: _card(fields),
         }
         n_tokens, n_rows = len(fields["tokenizer.ggml.tokens"]), self.tensors["model.embed_tokens.weight"].shape[0]
         if n_tokens > n_rows:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
+from convert.layers.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -70,24 +70,24 @@ class NativeLayer(LayerModule):
     def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attention, block = self.attention, self.block
         x_BTM = self.inputs(states_BTM)
-        q_BTHD, k_BTGD, v_BTGD = (
+        q_BTHD, k_BTKD, v_BTKD = (
             projection(x_BTM).view(*x_BTM.shape[:2], -1, attention.head_dim)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        self.check_finite(q_BTHD, k_BTGD, v_BTGD)
-        heads = HeadStates(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTGD, *self._rotation), v_BTGD)
+        self.check_finite(q_BTHD, k_BTKD, v_BTKD)
+        heads = HeadStates(q_BTHD, rotate(q_BTHD, *self._rotation), rotate(k_BTKD, *self._rotation), v_BTKD)
         observer(heads)
-        out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2]))
+        out_BTHD = attend(heads.rotated_q_BTHD, heads.rotated_k_BTKD, v_BTKD, self._mask(*x_BTM.shape[:2]))
         attended_BTM: Tensor = attention.o_proj(out_BTHD.flatten(2))
         middle_BTM = states_BTM + attended_BTM
         next_BTM = block.mlp(block.post_attention_layernorm(middle_BTM)).add_(middle_BTM)
         self.check_finite(next_BTM)
         return attended_BTM, next_BTM
 
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
-        length = k_GTD.shape[1]
-        q_GND = q_HSD.reshape(len(k_GTD), -1, self.head_dim)
-        logits_HST: Tensor = (q_GND @ k_GTD.mT).view(self.n_heads, -1, length) * self.head_dim**-0.5
+    def attention_weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
+        length = k_KTD.shape[1]
+        q_KND = q_HSD.reshape(len(k_KTD), -1, self.head_dim)
+        logits_HST: Tensor = (q_KND @ k_KTD.mT).view(self.n_heads, -1, length) * self.head_dim**-0.5
         distance_ST = at_S[:, None] - torch.arange(length, device=self.device)
         seen_ST = distance_ST >= 0
         if self._window is not None:
@@ -96,9 +96,9 @@ class NativeLayer(LayerModule):
 
     def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
         rows = (weights.q_CX, weights.k_CX, weights.v_CX)
-        q_BTHD, k_BTGD, v_BTGD = (_project(x_BTM, rows_CX, self.head_dim) for rows_CX in rows)
-        q_BTHD, k_BTGD = (rotate(heads, *self._rotation) for heads in (q_BTHD, k_BTGD))
-        return attend(q_BTHD, k_BTGD, v_BTGD, self._mask(*x_BTM.shape[:2])).flatten(2)
+        q_BTHD, k_BTKD, v_BTKD = (_project(x_BTM, rows_CX, self.head_dim) for rows_CX in rows)
+        q_BTHD, k_BTKD = (rotate(heads, *self._rotation) for heads in (q_BTHD, k_BTKD))
+        return attend(q_BTHD, k_BTKD, v_BTKD, self._mask(*x_BTM.shape[:2])).flatten(2)
 
     def _mask(self, n_rows: int, length: int) -> Mask:
         return text_mask(n_rows, 0, length, self._window, None, self.device)

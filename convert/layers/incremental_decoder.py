@@ -58,7 +58,7 @@ def open_model(checkpoint: Checkpoint, device: str) -> IncrementalDecoder:
         model = load_llama(checkpoint, None, device)
         model.prepack()
         return _Native(model)
-    from convert.calibration.transformers_layers import TransformersLayers  # transformers takes seconds to import
+    from convert.layers.transformers_layers import TransformersLayers  # transformers takes seconds to import
 
     return _Transformers(TransformersLayers(checkpoint, 1, device).load_whole())
 

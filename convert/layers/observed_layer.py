@@ -1,4 +1,4 @@
-"""Observe the attention of layers that a class of transformers runs: what `transformers_layer` and T5's layers share.
+"""Observe the attention of layers that a class of transformers runs: what `transformers_module` and T5's layers share.
 
 The letters are those of `layer_module`.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import LayerModule
+from convert.layers.layer_module import LayerModule
 from model.checkpoint import Checkpoint
 from model.decoder.observed_attention import ObservedCall, Observer, attention_weights, observe_attention
 from model.decoder.transformers_classes import no_attention_function, refusing
@@ -54,11 +54,11 @@ class ObservedLayer(LayerModule):
         if self._last_call is None:
             raise no_attention_function(self._model_type)
 
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+    def attention_weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
         assert self._last_call is not None, "call `run` first"
-        return attention_weights(self._last_call, q_HSD, k_GTD, at_S)
+        return attention_weights(self._last_call, q_HSD, k_KTD, at_S)
 
     def _repeated(self, rows_CX: Tensor) -> Tensor:
         """Return the rows of K/V heads, repeated to the number of heads that the class has."""
-        heads_GDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
-        return heads_GDX.repeat_interleave(self.n_kv_heads // len(heads_GDX), dim=0).flatten(0, 1)
+        heads_KDX = rows_CX.view(-1, self.head_dim, rows_CX.shape[1])
+        return heads_KDX.repeat_interleave(self.n_kv_heads // len(heads_KDX), dim=0).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 `native_layers.py` runs the project's own decoder, `transformers_layers.py` the model's class in transformers. Methods
 and moments do not know which one runs. Letters: N windows, B windows in a batch, T tokens, M hidden size, H query
-heads, G key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size,
+heads, K key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size,
 and a constant 1 where there are biases).
 """
 
@@ -24,9 +24,9 @@ class HeadStates:
 
     q_BTHD: Tensor
     rotated_q_BTHD: Tensor
-    rotated_k_BTGD: Tensor
-    v_BTGD: Tensor
-    key_scales_BTG: Tensor | None = None
+    rotated_k_BTKD: Tensor
+    v_BTKD: Tensor
+    key_scales_BTK: Tensor | None = None
     """The keys' factors by norms of each head, relative to a norm of all heads together; None without them."""
 
 
@@ -42,7 +42,7 @@ class Weights:
     v_CX: Tensor
     o_MC: Tensor
     q_norm_HD: Tensor | None = None
-    k_norm_GD: Tensor | None = None
+    k_norm_KD: Tensor | None = None
     """The weights of norms, for each head, or one row for all heads; None without them."""
 
     def to(self, device: torch.device) -> "Weights":
@@ -54,7 +54,7 @@ class Weights:
         return Weights(*matrices)
 
     def __iter__(self) -> Iterator[Tensor]:
-        matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_GD)
+        matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_KD)
         return (matrix for matrix in matrices if matrix is not None)
 
 
@@ -83,7 +83,7 @@ class LayerModule(ABC):
         """
 
     @abstractmethod
-    def attention_weights(self, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+    def attention_weights(self, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
         """Return the attention weights, [H, S, T], of rotated queries at the positions `at_S`. Call after `run`."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_module import Weights
+from convert.layers.layer_module import Weights
 from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms
@@ -45,15 +45,15 @@ class TransformersNorms:
         mean_square = heads_BTHD.square().mean(dim=dims, keepdim=True)
         return heads_BTHD * torch.rsqrt(mean_square + self._epsilons[kind]) * self.weights[kind]
 
-    def key_scales(self, k_BTGD: Tensor) -> Tensor | None:
-        """Return the norm's factors of projected keys, relative to a norm of all heads together, [B, T, G].
+    def key_scales(self, k_BTKD: Tensor) -> Tensor | None:
+        """Return the norm's factors of projected keys, relative to a norm of all heads together, [B, T, K].
 
         None for a norm of all heads together.
         """
         if not self._norms.per_head:
             return None
-        square_BTG = k_BTGD.square().mean(dim=3) + self._epsilons["k"]
-        return torch.sqrt(square_BTG.mean(dim=2, keepdim=True) / square_BTG)
+        square_BTK = k_BTKD.square().mean(dim=3) + self._epsilons["k"]
+        return torch.sqrt(square_BTK.mean(dim=2, keepdim=True) / square_BTK)
 
     def with_pair_means(self, kind: Kind, heads_BTHD: Tensor) -> Tensor:
         """Return observed heads, in half-split order, with weights that are equal for both dimensions of a pair.
@@ -66,12 +66,12 @@ class TransformersNorms:
 
     def parameters(self, weights: Weights, n_kv_heads: int) -> dict[str, Tensor]:
         """Return the class's parameters for these norm weights. Those of shared keys are repeated to `n_kv_heads`."""
-        if weights.q_norm_HD is None or weights.k_norm_GD is None:
+        if weights.q_norm_HD is None or weights.k_norm_KD is None:
             return {}
-        k_norm_GD = weights.k_norm_GD
-        if len(k_norm_GD) > 1 or not self._norms.per_head:
-            k_norm_GD = k_norm_GD.repeat_interleave(n_kv_heads // len(k_norm_GD), dim=0)
+        k_norm_KD = weights.k_norm_KD
+        if len(k_norm_KD) > 1 or not self._norms.per_head:
+            k_norm_KD = k_norm_KD.repeat_interleave(n_kv_heads // len(k_norm_KD), dim=0)
         return {
             f"{name}.weight": norm_HD[:, self._back].flatten() - self._norms.offset
-            for name, norm_HD in ((self._norms.query, weights.q_norm_HD), (self._norms.key, k_norm_GD))
+            for name, norm_HD in ((self._norms.query, weights.q_norm_HD), (self._norms.key, k_norm_KD))
         }

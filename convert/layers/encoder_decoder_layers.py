@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
-from convert.calibration.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
+from convert.layers.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
+from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -145,9 +145,9 @@ class DecoderLayer(ObservedLayer):
         attended: list[Tensor] = []
 
         def observe(call: ObservedCall) -> None:
-            q_BAHD, k_BSGD, v_BSGD = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v))
-            self.check_finite(q_BAHD, k_BSGD, v_BSGD)
-            observer(HeadStates(q_BAHD, q_BAHD, k_BSGD, v_BSGD))
+            q_BAHD, k_BSKD, v_BSKD = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v))
+            self.check_finite(q_BAHD, k_BSKD, v_BSKD)
+            observer(HeadStates(q_BAHD, q_BAHD, k_BSKD, v_BSKD))
 
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
         hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))

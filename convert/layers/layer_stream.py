@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from convert.calibration.layer_module import HeadObserver, LayerModule, ModelLayers
-from convert.calibration.native_layers import NativeLayers
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
+from convert.layers.layer_module import HeadObserver, LayerModule, ModelLayers
+from convert.layers.native_layers import NativeLayers
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
@@ -63,7 +63,7 @@ class CalibrationWindows:
         return [window for window in range(self.n_windows) if is_validation_window(window)]
 
     @property
-    def fitted(self) -> list[int]:
+    def training_windows(self) -> list[int]:
         return [window for window in range(self.n_windows) if not is_validation_window(window)]
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
@@ -133,8 +133,8 @@ def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers
         return NativeLayers(checkpoint, length, device)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)
-    from convert.calibration.encoder_decoder_layers import EncoderDecoderLayers  # transformers takes seconds to import
-    from convert.calibration.transformers_layers import TransformersLayers
+    from convert.layers.encoder_decoder_layers import EncoderDecoderLayers  # transformers takes seconds to import
+    from convert.layers.transformers_layers import TransformersLayers
 
     is_decoder = len(find_family(checkpoint.config).family.attention) == 1
     return (TransformersLayers if is_decoder else EncoderDecoderLayers)(checkpoint, length, device)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.calibration.layer_module import HeadObserver, HeadStates, Weights
-from convert.calibration.observed_layer import ObservedLayer
-from convert.calibration.transformers_norms import TransformersNorms
+from convert.layers.layer_module import HeadObserver, HeadStates, Weights
+from convert.layers.observed_layer import ObservedLayer
+from convert.layers.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
@@ -101,15 +101,15 @@ class TransformersLayer(ObservedLayer):
 
     def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
-        scales_BTG = (
+        scales_BTK = (
             None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), 1))
         )
 
         def observe(call: ObservedCall) -> None:
-            rotated_q_BTHD, rotated_k_BTGD = self._heads_of(call, "q"), self._heads_of(call, "k")
-            v_BTGD = call.v.transpose(1, 2)
-            self.check_finite(rotated_q_BTHD, rotated_k_BTGD, v_BTGD)
-            observer(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTGD, v_BTGD, scales_BTG))
+            rotated_q_BTHD, rotated_k_BTKD = self._heads_of(call, "q"), self._heads_of(call, "k")
+            v_BTKD = call.v.transpose(1, 2)
+            self.check_finite(rotated_q_BTHD, rotated_k_BTKD, v_BTKD)
+            observer(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTKD, v_BTKD, scales_BTK))
 
         hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
         try:
@@ -152,8 +152,8 @@ class TransformersLayer(ObservedLayer):
             for name in dict.fromkeys(each.tensors[0] for each in heads):
                 sharing = [i for i, each in enumerate(heads) if each.tensors[0] == name]
                 joined = torch.cat([rows[i] for i in sharing])
-                places = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing])).to(self.device)
-                parameters[name] = joined[torch.argsort(places)][:, columns]
+                positions = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing])).to(self.device)
+                parameters[name] = joined[torch.argsort(positions)][:, columns]
         return parameters
 
     def _until_attention(self, states_BTM: Tensor) -> tuple[Tensor, Arguments]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convert.calibration.layer_module import ModelLayers
-from convert.calibration.observed_layer import embedding_rows, refusing_to_run
-from convert.calibration.transformers_layer import Arguments, StopForwardError, TransformersLayer, recording
 from convert.calibration_text.read import LONGEST_WINDOW
+from convert.layers.layer_module import ModelLayers
+from convert.layers.observed_layer import embedding_rows, refusing_to_run
+from convert.layers.transformers_module import Arguments, StopForwardError, TransformersLayer, recording
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
