@@ -15,7 +15,6 @@ from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main
 from uptrain.distributed.signals import stop_request
 from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
 from uptrain.runs.folder import CHECKPOINTS, METRICS
-from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.settings import Settings
 from uptrain.training.language_model import LanguageModel
 from uptrain.training.loop import Training
@@ -38,9 +37,7 @@ from uptrain.training.sharing import ParameterOwners, equal_tensors, owner_layer
 from uptrain.training.trainable import set_state_dtype
 
 
-def build_initial(
-    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
-) -> Training:
+def build_initial(settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
     student, weights = load_on_main(
@@ -48,19 +45,12 @@ def build_initial(
         lambda: initial_student(settings, config_folder),
         lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder, deadline, show)
+    training = build(settings, student, accelerator, folder)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
-def build(
-    settings: Settings,
-    student: LanguageModel,
-    accelerator: Accelerator,
-    folder: Path,
-    deadline: float,
-    show: ProgressSink,
-) -> Training:
+def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
     Raises InputError if data, student and teacher are incompatible.
@@ -107,8 +97,6 @@ def build(
         eval_cache=eval_cache,
         eval_every=settings.eval_every,
         spike_sigma=settings.spike_sigma,
-        deadline=deadline,
-        show=without_errors(show),
         logits=logits,
         shared_bytes=shared_bytes,
     )

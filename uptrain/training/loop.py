@@ -7,6 +7,7 @@ The loop waits for the device once in a step: it fetches loss and gradient norm 
 Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -86,13 +87,14 @@ class Training:
     eval_cache: TokenCache | None
     eval_every: int
     spike_sigma: float | None
-    deadline: float
-    """`time.monotonic()` at which to stop."""
-    show: Callable[[dict[str, Any]], None]
     logits: TeacherLogits | None = None
     """The teacher's logits of `cache`, in place of the teacher."""
     shared_bytes: int = 0
     """Bytes of frozen parameters that the student shares with the teacher."""
+    deadline: float = math.inf
+    """`time.monotonic()` at which to stop."""
+    show: Callable[[dict[str, Any]], None] = lambda record: None
+    """Called with each record of `metrics`."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
     save_tried_at: float = field(default_factory=time.monotonic)
