@@ -20,10 +20,10 @@ from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.machine import facts
-from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
-from uptrain.budget.parameter_counts import count_parameters
-from uptrain.budget.training_time import MFU, PEAK_FLOPS, flops_per_token
-from uptrain.training.parts import part_pattern
+from uptrain.estimates.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
+from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
+from uptrain.models.trainable_parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)
 GROUPS, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 8, 2048, 4, 4_194_304

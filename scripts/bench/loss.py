@@ -22,7 +22,7 @@ from torch import Tensor
 
 from model.decoder.losses import chunked_cross_entropy
 from scripts.bench.machine import facts
-from uptrain.training.kl import chunked_kl
+from uptrain.training.losses.kl import chunked_kl
 
 HIDDEN = 512
 

@@ -31,7 +31,7 @@ from model.decoder.devices import fast_float32_matmul
 from model.decoder.llama import LlamaForCausalLM as Ours
 from scripts.bench.machine import facts
 from scripts.bench.runs import SIZES
-from uptrain.budget.training_time import PEAK_FLOPS
+from uptrain.estimates.training_time import PEAK_FLOPS
 
 VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384, "8B-layers": 32768}
 Step = Callable[[], float]

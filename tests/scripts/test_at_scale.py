@@ -10,7 +10,7 @@ from real_runs import arguments, make_inputs
 
 from model.checkpoint import open_checkpoint
 from scripts.bench.at_scale import Shape, communication, write_sparse
-from uptrain.budget.memory import MemoryEstimator
+from uptrain.estimates.memory import MemoryEstimator
 
 SMALL = Shape("small", 64, 2, 4, 96, 100)
 

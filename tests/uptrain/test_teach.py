@@ -171,7 +171,7 @@ class Counted:
     """`load_teacher`, with its calls."""
 
     def __init__(self):
-        from uptrain.training.models import load_teacher
+        from uptrain.models.load import load_teacher
 
         self.calls, self._load = [], load_teacher
 

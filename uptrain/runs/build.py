@@ -13,28 +13,27 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
-from uptrain.runs.folder import CHECKPOINTS, METRICS
-from uptrain.runs.settings import Settings
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.loop import Training
-from uptrain.training.lora import initialise_adapters
-from uptrain.training.metrics_log import Metrics
-from uptrain.training.models import (
-    compile_layers,
+from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.frozen_parameters import set_state_dtype
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import (
     empty_student,
     empty_teacher,
     load_student,
     load_teacher,
     random_student,
-    recompute_activations,
     teacher_dtype,
     tensor_names,
 )
-from uptrain.training.module import STUDENT, LossModule, blocks
+from uptrain.models.lora import initialise_adapters
+from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
+from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.settings import Settings
+from uptrain.training.loop import Training
+from uptrain.training.loss_module import STUDENT, LossModule
+from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
-from uptrain.training.sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
-from uptrain.training.trainable import set_state_dtype
 
 
 def build_initial(settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path) -> Training:

@@ -24,19 +24,21 @@ from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
+from model.common.counts import format_count
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.files import replace_file
 from model.common.printable import one_line
 from model.common.processes import process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
-from uptrain.budget.counts import format_count
-from uptrain.budget.memory import MASTER_BYTES, state_bytes
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
+from uptrain.estimates.memory import MASTER_BYTES, state_bytes
+from uptrain.models.decoder_layers import block_names
+from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
@@ -46,9 +48,8 @@ from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
+from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.losses import LOSSES
-from uptrain.training.models import block_names, empty_student
-from uptrain.training.module import has_finite_weights
 from uptrain.training.trackers import finish_trackers, start_trackers
 
 FINISHED_BEFORE = "finished before"

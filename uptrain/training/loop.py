@@ -36,8 +36,8 @@ from uptrain.distributed.fsdp import is_sharded
 from uptrain.distributed.signals import StopRequest
 from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
+from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.metrics_log import Metrics
-from uptrain.training.module import has_finite_weights
 from uptrain.training.optimizer import applied_rate, can_skip_on_device, set_learning_rate, step_unless
 from uptrain.training.trackers import log_to_trackers
 
