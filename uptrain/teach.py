@@ -108,7 +108,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
-            return {"share": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
+            return {"shard": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)
