@@ -113,9 +113,10 @@ def _summary(plan: dict[str, Any]) -> str:
 
 def _next_command(plan: dict[str, Any]) -> str:
     """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns."""
-    context, n = click.get_current_context(), plan["processes"]
-    program = "uptrain" if n == 1 else f"GPUS={n} scripts/uptrain_multi_gpu.sh"
-    parts = [f"{program} run {shlex.quote(plan['model'])}"]
+    from uptrain.estimates.plan import program_on
+
+    context = click.get_current_context()
+    parts = [f"{program_on(plan['processes'])} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:
         name = str(parameter.name)
         given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE

@@ -216,12 +216,16 @@ def _fitting(
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
 
+def program_on(devices: int) -> str:
+    """Return the program of a command that uses some devices, before the name of the subcommand."""
+    return "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
+
+
 def run_command(
     chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int = 1
 ) -> str:
     """Return the beginning of a command that trains as chosen, without data, budget and output."""
-    begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
-    words = [begin, "run", shlex.quote(model)]
+    words = [program_on(devices), "run", shlex.quote(model)]
     words += ["--teacher", shlex.quote(str(teacher))] if teacher else []
     words += [chosen.options]
     words += ["--optimizer", estimator.optimizer] if estimator.optimizer != "adamw" else []
