@@ -21,6 +21,8 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
+from uptrain.models.decoder_layers import block_names
+from uptrain.models.load import load_evaluated, load_teacher
 from uptrain.runs.checks import (
     check_packing,
     check_teachers_tokenizer,
@@ -29,9 +31,8 @@ from uptrain.runs.checks import (
 )
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
+from uptrain.training.loss_module import LossModule
 from uptrain.training.losses import WITHOUT_TEACHER
-from uptrain.training.models import block_names, load_evaluated, load_teacher
-from uptrain.training.module import LossModule
 
 
 @dataclass(frozen=True)

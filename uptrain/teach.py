@@ -43,12 +43,12 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.eval_metrics import CHUNK_LOGITS
-from uptrain.training.kl import hidden_states, whole_logits
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.models import build_meta, load_teacher
+from uptrain.training.losses.kl import hidden_states, whole_logits
 
 WHOLE_LOGITS = 1 << 28
 """Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
@@ -108,7 +108,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
-            return {"share": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
+            return {"shard": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)

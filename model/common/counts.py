@@ -1,4 +1,4 @@
-"""Parse counts of tokens and steps: `2T`, `50B`, `1.5M`, `4096`."""
+"""Parse and format counts of tokens and steps: `2T`, `50B`, `1.5M`, `4096`."""
 
 import re
 from fractions import Fraction
@@ -28,3 +28,12 @@ def parse_count(text: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
     if count > most:
         raise InputError(f"{short_repr(text)} is more than {most:,}; {ADVICE}.")
     return count.numerator
+
+
+def format_count(count: float) -> str:
+    """Return a count in at most four digits with its unit: `50 B`."""
+    for unit in ("", " K", " M", " B"):
+        if count < 999.95:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:,.4g} T"

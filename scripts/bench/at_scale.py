@@ -10,100 +10,34 @@ that two and four processes really exchange in tests/scripts/test_at_scale.py. N
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
+from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
 from scripts.bench.machine import facts
-from uptrain.budget.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
-from uptrain.budget.parameter_counts import count_parameters
-from uptrain.budget.training_time import MFU, PEAK_FLOPS, flops_per_token
-from uptrain.training.parts import part_pattern
+from uptrain.estimates.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
+from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
+from uptrain.models.trainable_parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)
 GROUPS, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 8, 2048, 4, 4_194_304
 PART = "attention"
-SHARD_BYTES = 10_000_000_000
 NVLINK, NETWORK = 450e9, 50e9
 """Bytes per second of a device in one direction: NVLink of an H100 (NVIDIA's data sheet: 900 GB/s both ways), and one
 400 Gb/s network card for each device."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    mlp: int
-    vocab: int
-
-    def config(self, n_kv_heads: int) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
-            "intermediate_size": self.mlp, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": n_kv_heads, "vocab_size": self.vocab, "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-        }  # fmt: skip
-
-    def tensors(self, n_kv_heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        kv = self.hidden // self.heads * n_kv_heads
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer in range(self.layers):
-            name = f"model.layers.{layer}"
-            for part, rows in {"q": self.hidden, "k": kv, "v": kv, "o": self.hidden}.items():
-                yield f"{name}.self_attn.{part}_proj.weight", (rows, self.hidden)
-            yield f"{name}.mlp.gate_proj.weight", (self.mlp, self.hidden)
-            yield f"{name}.mlp.up_proj.weight", (self.mlp, self.hidden)
-            yield f"{name}.mlp.down_proj.weight", (self.hidden, self.mlp)
-            yield f"{name}.input_layernorm.weight", (self.hidden,)
-            yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
-
-
 SHAPES = (
-    Shape("Llama-2-7B", 4096, 32, 32, 11008, 32000),
+    LLAMA_2_7B,
     Shape("70B", 8192, 80, 64, 28672, 32000),
     Shape("405B", 16384, 126, 128, 53248, 128256),
 )
 """The larger two have the sizes of Llama 2 70B and Llama 3.1 405B, but a K/V head for each query head."""
-
-
-def write_sparse(shape: Shape, n_kv_heads: int, folder: Path) -> Path:
-    """Write a checkpoint of headers: the files have their full length, and take no space."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape.config(n_kv_heads)))
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    filled = 0
-    for name, size in shape.tensors(n_kv_heads):
-        nbytes = 2 * prod(size)
-        if filled and filled + nbytes > SHARD_BYTES:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = size
-        filled += nbytes
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, start=1):
-        path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        header, end = {}, 0
-        for name, size in tensors.items():
-            header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [end, end + 2 * prod(size)]}
-            end += 2 * prod(size)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-        weight_map |= dict.fromkeys(tensors, path.name)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
 
 
 @dataclass(frozen=True)

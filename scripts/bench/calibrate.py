@@ -9,12 +9,12 @@ the number of cores.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,12 +27,11 @@ from convert.calibration_text.choices import DEFAULT_TOKENS
 from convert.estimates import calibration as estimate
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
-from scripts.bench import convert as checkpoints
-from scripts.bench.machine import facts
+from scripts.bench.llama_checkpoint import LLAMA_2_7B, write_random
+from scripts.bench.machine import facts, write_rows
 
-LAYER_BYTES = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-SHAPE = {"HIDDEN": 4096, "MLP": 11008, "LAYER_SHARD": 1, "LAYER_BYTES": LAYER_BYTES}
-N_LAYERS = 32
+SHAPE = replace(LLAMA_2_7B, layers=2)
+N_LAYERS = LLAMA_2_7B.layers
 TOKENIZER = Path(__file__).parents[2] / "assets/demo-mha/tokenizer.json"
 
 
@@ -106,9 +105,7 @@ def main() -> None:
     print(f"{facts()}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         source = Path(folder) / "source"
-        for name, value in SHAPE.items():
-            setattr(checkpoints, name, value)
-        checkpoints.make_checkpoint(source, 1.3)
+        write_random(SHAPE, source, layers_per_shard=1)
         shutil.copyfile(TOKENIZER, source / "tokenizer.json")
         out = Path(folder) / "out"
         few, many = (measure(source, out, tokens) for tokens in options.tokens)
@@ -116,7 +113,7 @@ def main() -> None:
     if options.json:
         rows = [{"tokens": tokens, **one} for tokens, one in zip(options.tokens, (few, many), strict=True)]
         rows.append({"tokens": DEFAULT_TOKENS, **default})
-        options.json.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=2) + "\n")
+        write_rows(options.json, rows)
     for way in ("refined", "closed"):
         for tokens, one in zip(options.tokens, (few, many), strict=True):
             ratio = one[f"{way}_estimate"] / one[way]

@@ -20,24 +20,22 @@ Memory is the peak of one process: RSS, and RssAnon (anonymous memory, without m
 import argparse
 import json
 import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
 from model.common.machine import n_cores
+from scripts.bench.llama_checkpoint import TINY_LLAMA, write_random
 from scripts.bench.machine import facts, read_bytes
+from scripts.bench.rounds import in_turns
 
-HEADS, HEAD_DIM, LAYER_SHARD = 32, 64, 3
-HIDDEN, MLP, VOCAB = HEADS * HEAD_DIM, 5632, 32000
-LAYER_BYTES = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP + 2 * HIDDEN)
+SHAPE = TINY_LLAMA
+GROUPS = SHAPE.heads // 4
 NO_DIGEST = """
 from convert.output import write_shards
 write_shards.file_sha256 = lambda path, stop=None: "0" * 64
@@ -60,55 +58,6 @@ for layer in model.model.layers:
 config.num_key_value_heads = groups
 model.save_pretrained(out, max_shard_size="1GB")
 """
-
-
-def make_checkpoint(folder: Path, gigabytes: float) -> int:
-    """Write a Llama of about this size, with a few layers per shard, and return the bytes written."""
-    n_layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB * HIDDEN) / LAYER_BYTES))
-    shards = [list(range(i, min(i + LAYER_SHARD, n_layers))) for i in range(0, n_layers, LAYER_SHARD)]
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, layers in enumerate(shards):
-        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        if number == 0:
-            shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-            tensors = {n: random_bf16(rng, s) for n, s in {**shapes, "model.norm.weight": (HIDDEN,)}.items()}
-        for layer in layers:
-            tensors |= {f"model.layers.{layer}.{n}.weight": random_bf16(rng, s) for n, s in layer_shapes().items()}
-        save_bf16(tensors, folder / name)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MLP,
-        "num_hidden_layers": n_layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-        "vocab_size": VOCAB, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return total
-
-
-def layer_shapes() -> dict[str, tuple[int, ...]]:
-    square = dict.fromkeys([f"self_attn.{n}_proj" for n in "qkvo"], (HIDDEN, HIDDEN))
-    mlp = {"mlp.gate_proj": (MLP, HIDDEN), "mlp.up_proj": (MLP, HIDDEN), "mlp.down_proj": (HIDDEN, MLP)}
-    return {**square, **mlp, "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
-
-
-def random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return small numbers as bfloat16 bits: random signs and mantissas around 2^-6."""
-    bits = rng.integers(0, 1 << 16, size=shape, dtype=np.uint16)
-    return (bits & 0x80FF) | np.uint16(0x3C00)
-
-
-def save_bf16(tensors: dict[str, np.ndarray], path: Path) -> None:
-    import ml_dtypes
-
-    save_file({n: t.view(ml_dtypes.bfloat16) for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def measure(command: list[str]) -> dict[str, float]:
@@ -145,41 +94,44 @@ def checksums(folder: Path) -> str:
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
-    arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(HEADS // 4), "--method", "mean"]
+    arguments = ["mha-to-gqa", str(source), str(out), "--groups", str(GROUPS), "--method", "mean"]
     return {
         "ours": [sys.executable, "-m", "convert", *arguments],
         "no-digest": [sys.executable, "-c", NO_DIGEST, *arguments],
         "cp": ["cp", "-r", str(source), str(out)],
         "cp+sync": ["sh", "-c", synced_copy(source, out)],
         "cp+sync+sha256": ["sh", "-c", f"{synced_copy(source, out)} && {checksums(source)}"],
-        "usual": [sys.executable, "-c", USUAL, str(source), str(out), str(HEADS // 4)],
+        "usual": [sys.executable, "-c", USUAL, str(source), str(out), str(GROUPS)],
     }
 
 
 def bench(source: Path, out: Path, rounds: int, slow_rounds: int) -> dict[str, dict[str, float]]:
-    rows: dict[str, list[dict[str, float]]] = {}
-    for turn in range(rounds + 1):
-        names = list(commands(source, out))
-        random.Random(turn).shuffle(names)  # in a fixed order, each would always follow the same one
-        for name in names:
-            if name == "usual" and turn > slow_rounds:
-                continue
-            shutil.rmtree(out, ignore_errors=True)
-            os.sync()
-            row = measure(commands(source, out)[name])
-            if turn:
-                rows.setdefault(name, []).append(row)
-    ours, summary = [row["seconds"] for row in rows["ours"]], {}
-    for name, runs in rows.items():
+    ways = commands(source, out)
+
+    def run(name: str) -> dict[str, float]:
         shutil.rmtree(out, ignore_errors=True)
         os.sync()
-        seconds = [row["seconds"] for row in runs]
+        return measure(ways[name])
+
+    runs = {name: partial(run, name) for name in ways}
+    n_slow = min(slow_rounds, rounds)
+    results = in_turns(runs, n_slow)
+    del runs["usual"]
+    results += in_turns(runs, rounds - n_slow, warm_up=0)
+    summary = {}
+    for name in ways:
+        counted = [each for each in results if name in each]
+        if not counted:
+            continue
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        seconds = [each[name]["seconds"] for each in counted]
         summary[name] = {
             "seconds": statistics.median(seconds),
             "least_seconds": min(seconds),
-            "ours_to_it": statistics.median(own / its for own, its in zip(ours, seconds, strict=False)),
-            "anon_mb": max(row["anon_mb"] for row in runs),
-            "rss_mb": peak_rss_mb(commands(source, out)[name]),
+            "ours_to_it": statistics.median(each["ours"]["seconds"] / each[name]["seconds"] for each in counted),
+            "anon_mb": max(each[name]["anon_mb"] for each in counted),
+            "rss_mb": peak_rss_mb(ways[name]),
         }
     shutil.rmtree(out, ignore_errors=True)
     return summary
@@ -198,7 +150,7 @@ def main() -> None:
     for gigabytes in options.gb:
         with tempfile.TemporaryDirectory(dir=options.work) as name:
             source, out = Path(name, "source"), Path(name, "out")
-            total = make_checkpoint(source, gigabytes)
+            total = write_random(SHAPE.of_size(gigabytes * 1e9), source)
             summary = bench(source, out, options.rounds, options.slow_rounds)
         results.append({"bytes": total, "rounds": options.rounds, "machine": facts(), "candidates": summary})
         show(total, summary)
@@ -208,7 +160,7 @@ def main() -> None:
 
 
 def show(total: int, summary: dict[str, dict[str, float]]) -> None:
-    print(f"\n{total / 1e9:.2f} GB, {HEADS} → {HEADS // 4} K/V heads, {n_cores()} cores")
+    print(f"\n{total / 1e9:.2f} GB, {SHAPE.heads} → {GROUPS} K/V heads, {n_cores()} cores")
     print("| | seconds | least | ours ÷ it | peak RSS MB | peak anonymous MB |\n|---|---|---|---|---|---|")
     for name, row in summary.items():
         print(

@@ -14,7 +14,6 @@ not prepacked, which torch cannot compile. Only MHA and MQA are then measured, s
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from model.decoder.config import read_llama_config
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM as Ours
-from scripts.bench.machine import facts
+from scripts.bench.machine import Row, write_rows
 
 SHAPES: dict[str, dict[str, Any]] = {
     # of the parents in scripts/study/plans/merges.toml
@@ -41,7 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
               "vocab_size": 32000},
 }  # fmt: skip
-Row = dict[str, Any]
 ROUND, WARM_UP = 10, 2
 """Timed steps per round, and warm-up steps before them."""
 
@@ -205,7 +203,7 @@ def main() -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         setup = {"device": options.device, "dtype": options.dtype, "compile": options.compile, "shape": shape}
-        options.out.with_suffix(".json").write_text(json.dumps({**facts(), **setup, "rows": rows}, indent=2) + "\n")
+        write_rows(options.out.with_suffix(".json"), rows, **setup)
         options.out.with_suffix(".md").write_text(table(rows) + "\n")
         draw(rows, options.out.with_suffix(".png"))
 

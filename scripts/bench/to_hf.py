@@ -11,14 +11,12 @@ file, by torch.distributed.checkpoint, and as GGUF in bfloat16. Medians are comp
 import argparse
 import json
 import os
-import random
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -27,9 +25,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from scripts.bench import convert
-from scripts.bench.machine import facts
+from scripts.bench.llama_checkpoint import write_random
+from scripts.bench.machine import Row, write_rows
+from scripts.bench.rounds import in_turns, medians
 
-Row = dict[str, Any]
 META = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
     "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
@@ -79,8 +78,9 @@ def write_meta(source: Path, folder: Path) -> None:
     """The rows of queries and keys keep Hugging Face's order: for the time it does not matter."""
     torch.save({renamed(n, META, "layers"): t for n, t in tensors(source).items()}, folder / "consolidated.00.pth")
     config = json.loads((source / "config.json").read_text())
-    params = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "n_heads": convert.HEADS,
-              "norm_eps": 1e-5, "vocab_size": -1, "max_seq_len": 2048}  # fmt: skip
+    params = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
+              "n_heads": config["num_attention_heads"], "norm_eps": 1e-5, "vocab_size": -1,
+              "max_seq_len": 2048}  # fmt: skip
     (folder / "params.json").write_text(json.dumps(params))
 
 
@@ -96,10 +96,10 @@ def write_gguf(source: Path, folder: Path) -> None:
     writer.add_context_length(2048)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(convert.HEADS)
+    writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_rope_dimension_count(config["hidden_size"] // convert.HEADS)
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, config["vocab_size"]))])
@@ -133,22 +133,19 @@ def measure(name: str, source: Path, out: Path, rounds: int) -> Row:
         "cp+sync": ["sh", "-c", convert.synced_copy(source, out)],
         "cp+sync+sha256": ["sh", "-c", f"{convert.synced_copy(source, out)} && {convert.checksums(source)}"],
     }
-    runs: dict[str, list[dict[str, float]]] = {who: [] for who in commands}
-    for turn in range(rounds + 1):
-        order = list(commands)
-        random.Random(turn).shuffle(order)  # in a fixed order, each would always follow the same one
-        for who in order:
-            shutil.rmtree(out, ignore_errors=True)
-            os.sync()
-            run = convert.measure(commands[who])
-            if turn:
-                runs[who].append(run)
+
+    def run(who: str) -> dict[str, float]:
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        return convert.measure(commands[who])
+
+    runs = in_turns({who: partial(run, who) for who in commands}, rounds)
     shutil.rmtree(out)
-    seconds = {who: statistics.median(run["seconds"] for run in each) for who, each in runs.items()}
+    seconds = medians([{who: each[who]["seconds"] for who in commands} for each in runs])
     return {
         "format": name, "bytes": sum(path.stat().st_size for path in source.iterdir()), "seconds": seconds,
         "ours_to_it": {who: seconds["ours"] / its for who, its in seconds.items()},
-        "anon_mb": max(run["anon_mb"] for run in runs["ours"]),
+        "anon_mb": max(each["ours"]["anon_mb"] for each in runs),
     }  # fmt: skip
 
 
@@ -164,7 +161,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)
-        convert.make_checkpoint(work / "model", options.gb)
+        write_random(convert.SHAPE.of_size(options.gb * 1e9), work / "model")
         for kind, write in WRITERS.items():
             source = work / "source"
             source.mkdir()
@@ -173,7 +170,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
             shutil.rmtree(source)
     if options.json:
-        options.json.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")
+        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

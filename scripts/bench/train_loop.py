@@ -37,20 +37,18 @@ from torch.utils.data import Dataset
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from scripts.bench.machine import read_bytes
-from scripts.bench.runs import (
+from scripts.bench.machine import Row, read_bytes, write_rows
+from scripts.bench.training_inputs import (
     ACCUMULATION,
     BUDGET,
     MICRO_BATCH,
     SEQ_LEN,
     SIZES,
-    Row,
     make_cache,
     make_documents,
     make_model,
     merge_heads,
     settings,
-    write_rows,
 )
 from uptrain.runs.run import start
 

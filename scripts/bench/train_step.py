@@ -15,10 +15,9 @@ matrix product in the same precision, and by the peak of a GPU's data sheet in b
 
 import argparse
 import contextlib
-import json
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from transformers import LlamaForCausalLM as Theirs
 from model.decoder.config import read_llama_config
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.llama import LlamaForCausalLM as Ours
-from scripts.bench.machine import facts
-from scripts.bench.runs import SIZES
-from uptrain.budget.training_time import PEAK_FLOPS
+from scripts.bench.machine import facts, write_rows
+from scripts.bench.rounds import in_turns, median_ratio, medians, seconds
+from scripts.bench.training_inputs import SIZES
+from uptrain.estimates.training_time import PEAK_FLOPS
 
 VOCAB = {"7M": 8192, "25M": 16384, "100M": 16384, "8B-layers": 32768}
 Step = Callable[[], float]
@@ -119,19 +119,10 @@ def compare(ours: Step, theirs: Step, rounds: int, largest_difference: float) ->
     for _ in range(2):
         first_ours, first_theirs = ours(), theirs()
     assert abs(first_ours - first_theirs) < largest_difference, (first_ours, first_theirs)
-    times: list[tuple[float, float]] = []
-    for turn in range(rounds):
-        pair = {}
-        for name, step in (("ours", ours), ("theirs", theirs))[:: 1 if turn % 2 else -1]:
-            started = time.perf_counter()
-            step()
-            pair[name] = time.perf_counter() - started
-        times.append((pair["ours"], pair["theirs"]))
-    return {
-        "ours_s": statistics.median(a for a, _ in times),
-        "theirs_s": statistics.median(b for _, b in times),
-        "ratio": statistics.median(b / a for a, b in times),
-    }
+    ways = {"ours": partial(seconds, ours), "theirs": partial(seconds, theirs)}
+    times = in_turns(ways, rounds, warm_up=0)
+    both = medians(times)
+    return {"ours_s": both["ours"], "theirs_s": both["theirs"], "ratio": median_ratio(times, "theirs", "ours")}
 
 
 def operations(size: str, n_parameters: int, batch: int, length: int) -> float:
@@ -200,7 +191,7 @@ def main() -> None:
                 kind = {"size": size, "parameters": n, "precision": precision, "compile": compiled}
                 rows.append({**kind, "mfu": mfu, **row})
     if options.json:
-        options.json.write_text(json.dumps({**machine, "device": options.device, "rows": rows}, indent=2))
+        write_rows(options.json, rows, **machine, device=options.device)
 
 
 if __name__ == "__main__":

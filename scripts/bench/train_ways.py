@@ -16,6 +16,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,20 +24,20 @@ from unittest import mock
 import torch
 from transformers.utils import logging
 
-from scripts.bench.runs import (
+from scripts.bench.machine import Row, write_rows
+from scripts.bench.rounds import in_turns
+from scripts.bench.training_inputs import (
     ACCUMULATION,
     BUDGET,
     MICRO_BATCH,
     SEQ_LEN,
     SHAPE,
-    Row,
     make_cache,
     make_documents,
     make_model,
     merge_heads,
     reset,
     settings,
-    write_rows,
 )
 from uptrain.runs.run import start
 from uptrain.teach import TeachOptions, teach
@@ -92,11 +93,12 @@ def sharing_nothing() -> "mock._patch[Any]":
 def compare(work: Path, steps: int, rounds: int, precision: str) -> list[Row]:
     """Run all ways in turns; return a row for each ratio."""
     ways = ways_of(work, steps, precision)
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds):
-        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-            speeds[name] += ways[name](work / f"{name}-{turn}")
-    medians = {name: statistics.median(each) for name, each in speeds.items()}
+
+    def run(way: Callable[[Path], list[float]]) -> list[float]:
+        return way(Path(tempfile.mkdtemp(dir=work)) / "run")
+
+    runs = in_turns({name: partial(run, way) for name, way in ways.items()}, rounds, warm_up=0)
+    medians = {name: statistics.median(speed for each in runs for speed in each[name]) for name in ways}
     return [
         {"ratio_of": name, "precision": precision, "ratio": medians[a] / medians[b],
          "tokens_per_s": [medians[a], medians[b]]}

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,16 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
 from transformers.utils import logging
 
-from scripts.bench.runs import BUDGET, SEQ_LEN, Row, make_cache, make_documents, make_model, reset, settings, write_rows
+from scripts.bench.machine import Row, write_rows
+from scripts.bench.rounds import in_turns, median_ratio, medians, seconds
+from scripts.bench.training_inputs import BUDGET, SEQ_LEN, make_cache, make_documents, make_model, reset, settings
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.runs.run import start
 
@@ -43,16 +45,11 @@ def compare_resume(model: Path, work: Path, rounds: int) -> Row:
     start(plan, budget, model, near, time.monotonic(), lambda r: None)
     shutil.copytree(near, far)
     move(far, FAR)
-    pairs = []
-    for turn in range(rounds):
-        names = (near, far) if turn % 2 else (far, near)
-        pairs.append({run.name: seconds_to_first_step(run, work / "copy") for run in names})
-    return {
-        "part": "resume",
-        "near_s": statistics.median(p["near"] for p in pairs),
-        "far_s": statistics.median(p["far"] for p in pairs),
-        "ratio": statistics.median(p["far"] / p["near"] for p in pairs),
-    }
+    ways = {run.name: partial(seconds_to_first_step, run, work / "copy") for run in (near, far)}
+    pairs = in_turns(ways, rounds, warm_up=0)
+    both = medians(pairs)
+    ratio = median_ratio(pairs, "far", "near")
+    return {"part": "resume", "near_s": both["near"], "far_s": both["far"], "ratio": ratio}
 
 
 def move(run: Path, step: int) -> None:
@@ -134,24 +131,17 @@ def compare_save(work: Path, rounds: int) -> Row:
                 file.flush()
                 os.fsync(file.fileno())
 
-    ways: list[tuple[str, Callable[[], None]]] = [
-        ("ours", ours), ("plain", lambda: plain(False)), ("plain_fsync", lambda: plain(True))
-    ]  # fmt: skip
-    times = []
-    for turn in range(rounds + 1):
+    def timed(save: Callable[[], None]) -> float:
         os.sync()
-        times.append({name: seconds(way) for name, way in ways[turn % 3 :] + ways[: turn % 3]})
-    row: Row = {name: statistics.median(t[name] for t in times[1:]) for name, _ in ways}
-    row["ratio"] = statistics.median(t["ours"] / t["plain"] for t in times[1:])
-    row["ratio_fsync"] = statistics.median(t["ours"] / t["plain_fsync"] for t in times[1:])
+        return seconds(save)
+
+    saves = {"ours": ours, "plain": lambda: plain(False), "plain_fsync": lambda: plain(True)}
+    times = in_turns({name: partial(timed, save) for name, save in saves.items()}, rounds)
+    row: Row = {**medians(times)}
+    row["ratio"] = median_ratio(times, "ours", "plain")
+    row["ratio_fsync"] = median_ratio(times, "ours", "plain_fsync")
     size = sum(f.stat().st_size for f in (work / "checkpoints").rglob("*") if f.is_file())
     return {"part": "save", "bytes": size, **row}
-
-
-def seconds(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def main() -> None:

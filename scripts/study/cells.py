@@ -9,7 +9,7 @@ import statistics
 from scripts.study.results import (
     Result,
     Seeds,
-    Stage,
+    StageKey,
     at,
     at_best_setting,
     by_setting,
@@ -21,7 +21,7 @@ from scripts.study.results import (
 
 PAPERS = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
-START: Stage = (0, None)
+START: StageKey = (0, None)
 """Right after conversion."""
 
 
@@ -29,14 +29,14 @@ def markdown(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
 
 
-def models(lines: list[Result]) -> list[tuple[str, Stage]]:
+def models(lines: list[Result]) -> list[tuple[str, StageKey]]:
     """Return the arms, ordered by loss after conversion, each with its uptrainings, shortest first."""
     pairs = unique((line["arm"], stage_of(line)) for line in lines)
     starts = {arm: statistics.mean(losses(at(lines, arm, START)).values()) for arm, stage in pairs if stage == START}
     return sorted(pairs, key=lambda model: (starts.get(model[0], math.inf), *by_loss(model[1])))
 
 
-def by_loss(stage: Stage) -> tuple[str, float]:
+def by_loss(stage: StageKey) -> tuple[str, float]:
     """Return the sort key of an uptraining: first none, then by loss and length."""
     return stage[1] or "", stage[0]
 
@@ -45,7 +45,7 @@ def kv_heads(n: int) -> str:
     return f"{n} K/V head{'s' * (n > 1)}"
 
 
-def name_of(stage: Stage) -> str:
+def name_of(stage: StageKey) -> str:
     return f"{stage[1]}, α {stage[0]:g}" if stage[1] else "none"
 
 

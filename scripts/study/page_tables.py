@@ -19,7 +19,7 @@ from scripts.study.cells import (
 from scripts.study.results import (
     FORWARDS,
     Result,
-    Stage,
+    StageKey,
     at,
     at_best_setting,
     calibration_tokens,
@@ -56,7 +56,7 @@ def by_heads(lines: list[Result]) -> str:
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
-def distances(lines: list[Result], names: Sequence[tuple[str, Stage]]) -> str:
+def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str:
     """Return the table of some models' compute and distance from the parent, for all numbers of K/V heads.
 
     Compute is a share of the recipe's. A cell has the KL divergence from the parent, and the agreement with it.

@@ -10,7 +10,7 @@ from convert.calibration_text.choices import DEFAULT_TOKENS
 Result = dict[str, Any]
 Seeds = dict[int, float]
 """Seed → figure."""
-Stage = tuple[float, str | None]
+StageKey = tuple[float, str | None]
 """An uptraining as its α and loss; (0, None) is right after conversion."""
 Setting = tuple[float | None, str | None, int | None, str | None]
 """The settings of an uptraining: peak learning rate, schedule, tokens per step, and the trained part."""
@@ -93,11 +93,11 @@ def is_parent(line: Result) -> bool:
     return line["convert"] is None and not line["from_nothing"]
 
 
-def stage_of(line: Result) -> Stage:
+def stage_of(line: Result) -> StageKey:
     return line["alpha"], line["loss"]
 
 
-def at(lines: list[Result], arm: str, stage: Stage, groups: int | None = None) -> list[Result]:
+def at(lines: list[Result], arm: str, stage: StageKey, groups: int | None = None) -> list[Result]:
     """Return the lines of an arm after an uptraining, with its best setting."""
     own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage) and groups in (None, line["groups"])]
     return at_best_setting(own) if own else []

@@ -27,11 +27,12 @@ from scripts.study.cells import (
 from scripts.study.results import (
     Result,
     Seeds,
-    Stage,
+    StageKey,
     at,
     beyond,
     by_setting,
     is_parent,
+    left_by_text_kind,
     left_of,
     losses,
     of_seeds,
@@ -58,7 +59,7 @@ def tables(lines: list[Result]) -> Iterator[str]:
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             whose = f"{parent}, " if len(parents) > 1 else ""
             yield f"### {plans}: {whose}merged to {kv_heads(groups)}\n\n{table(chosen)}"
-            yield from rates(chosen)
+            yield from tables_of_rates(chosen)
             if any(line["alpha"] for line in chosen):
                 yield measures(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
@@ -81,7 +82,7 @@ def table(lines: list[Result]) -> str:
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
 
 
-def rates(lines: list[Result]) -> Iterator[str]:
+def tables_of_rates(lines: list[Result]) -> Iterator[str]:
     """Yield a table of losses by setting for each uptraining with several learning rates."""
     for arm, stage in unique((line["arm"], stage_of(line)) for line in lines if line["alpha"]):
         own = [line for line in lines if (line["arm"], stage_of(line)) == (arm, stage)]
@@ -118,7 +119,7 @@ def measures(lines: list[Result]) -> str:
     return markdown([headings[i] for i in filled], [[row[i] for i in filled] for row in rows])
 
 
-def control(lines: list[Result], stage: Stage) -> Seeds:
+def control(lines: list[Result], stage: StageKey) -> Seeds:
     """Return the losses of the parent trained further for as long, or of the parent itself if they are better."""
     candidates = [losses(at(lines, "parent", each)) for each in (START, (stage[0], "next-token"))]
     return min(filter(None, candidates), key=lambda seeds: statistics.mean(seeds.values()), default={})
@@ -165,9 +166,7 @@ def text_kinds(lines: list[Result]) -> str:
     columns: dict[str, Result] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
     for arm, (text_kind, tokens) in own.items():
         columns.setdefault(f"own {tokens}", {})[text_kind] = by_arm[arm][text_kind]
-    left = {
-        name: {r: (losses[r] - parent[r]) / (mean[r] - parent[r]) for r in losses} for name, losses in columns.items()
-    }
+    left = {name: left_by_text_kind(losses, lines) for name, losses in columns.items()}
     rows = [
         [
             r,

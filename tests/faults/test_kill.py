@@ -13,7 +13,7 @@ import pytest
 import tiny
 from self_kill import run_self_killing
 
-from scripts.bench import convert as bench
+from scripts.bench.llama_checkpoint import TINY_LLAMA, write_random
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_interrupt_says_how_to_continue(source, tmp_path):
 @pytest.mark.timeout(1800)
 def test_killed_at_twenty_random_moments_of_a_gigabyte(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    assert bench.make_checkpoint(source, 1.1) >= 1e9
+    assert write_random(TINY_LLAMA.of_size(1.1e9), source) >= 1e9
     command = [
         sys.executable,
         "-m",

@@ -162,22 +162,6 @@ def test_spikes(inputs, tmp_path):
     assert_same_run(stopped, straight)
 
 
-@pytest.mark.parametrize("sigma", [3, 6, 20])
-def test_a_rise_that_lasts_is_no_spike(sigma):
-    """Else all further updates would be left out. A single spike does not hide the next."""
-    from uptrain.training.loop import SPIKE_WINDOW, RunState, _record_norm, _spike_limit
-
-    rng, progress, t = np.random.default_rng(0), RunState(), SimpleNamespace(spike_sigma=sigma)
-
-    def skipped(norms):
-        return [_record_norm(t, progress, float(norm), _spike_limit(t, progress)) for norm in norms]
-
-    assert not any(skipped(1 + 0.01 * rng.standard_normal(SPIKE_WINDOW)))
-    assert skipped([1e9, 1e9]) == [True, True]
-    assert sum(skipped(2 + 0.01 * rng.standard_normal(2000))) < SPIKE_WINDOW
-    assert skipped([1e9]) == [True]
-
-
 def test_spikes_are_taken_without_the_rule_and_never_halt_with_it(inputs, tmp_path):
     taken, refused = tmp_path / "taken", tmp_path / "refused"
     faults = Faults(constants={"SPIKE_WINDOW": 4}, losses=dict.fromkeys((6, 7, 8, 9), 1000.0))

@@ -14,8 +14,8 @@ from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from model.common import console
 from model.common.machine import available_memory
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.token_cache import TokenCache
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.runs import progress, resolve_settings
 from uptrain.runs import run as run_module
 from uptrain.training import loop

@@ -16,7 +16,7 @@ from model.common.errors import CheckpointError, InputError
 from model.decoder.loading import stop_ids
 from uptrain.commands.run import command
 from uptrain.data.token_cache import TokenCache
-from uptrain.training.models import random_student
+from uptrain.models.load import random_student
 
 NOT_FINITE = ("nan", "-nan", "inf", "-inf", "infinity", "1e999")
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from model import load_model
 from model.checkpoint import open_checkpoint
 from uptrain.checkpoints.store import CheckpointStore
-from uptrain.training.module import LossModule
+from uptrain.training.loss_module import LossModule
 
 
 def prefixed(tensors, prefix):

@@ -7,8 +7,7 @@ import torch
 from model import load_model
 from model.decoder import losses
 from uptrain.data.batch import Batch
-from uptrain.training import kl
-from uptrain.training.losses import LOSSES, distill, find_loss
+from uptrain.training.losses import LOSSES, distill, find_loss, kl
 
 N, V, M, TEACHER_M = 50, 67, 16, 24
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from model.decoder.losses import IGNORED
 from uptrain.data.batch import Batch, TopK
+from uptrain.models.load import load_student
 from uptrain.teach import top_k_of
 from uptrain.training.losses import find_loss
-from uptrain.training.models import load_student
 
 VOCAB = 67
 

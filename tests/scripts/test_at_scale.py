@@ -9,8 +9,9 @@ from count_traffic import GATHER, REDUCE
 from real_runs import arguments, make_inputs
 
 from model.checkpoint import open_checkpoint
-from scripts.bench.at_scale import Shape, communication, write_sparse
-from uptrain.budget.memory import MemoryEstimator
+from scripts.bench.at_scale import communication
+from scripts.bench.llama_checkpoint import Shape, write_sparse
+from uptrain.estimates.memory import MemoryEstimator
 
 SMALL = Shape("small", 64, 2, 4, 96, 100)
 

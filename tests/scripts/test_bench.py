@@ -24,17 +24,17 @@ COMMANDS = sorted(
 )
 SHAPE = "dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)"
 SMALL = {
-    "calibrate": "calibrate.SHAPE.update(HEADS=16, HEAD_DIM=4, HIDDEN=64, MLP=64, VOCAB=8192); "
+    "calibrate": "calibrate.SHAPE = type(calibrate.SHAPE)('small', 64, 3, 16, 64, 8192); "
     "calibrate.DEFAULT_TOKENS = 4096",
     "at_scale": "at_scale.SHAPES = at_scale.SHAPES[:1]",
-    "convert": "convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
+    "convert": "convert.SHAPE = type(convert.SHAPE)('small', 64, 1, 32, 64, 256)",
     "decode": f"decode.SHAPES['study'].update({SHAPE})",
     "latent_decode": "latent_decode.COMMON.update(hidden_size=64, intermediate_size=64, vocab_size=256)",
     "loss": "import forks, types; loss.subprocess = types.SimpleNamespace(run=forks.fork_modules)",
     "serving": "import stand_in_engine; stand_in_engine.install()",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
-    "to_hf": "convert = to_hf.convert; convert.HEAD_DIM, convert.HIDDEN, convert.MLP, convert.VOCAB = 2, 64, 64, 256",
+    "to_hf": "convert = to_hf.convert; convert.SHAPE = type(convert.SHAPE)('small', 64, 1, 32, 64, 256)",
     "training_checkpoint": "config = training_checkpoint.LlamaConfig; training_checkpoint.FAR = 100; "
     f"training_checkpoint.LlamaConfig = lambda **given: config(**given | {SHAPE})",
 }
@@ -59,7 +59,8 @@ QUICK = {
 
 def test_every_benchmark_is_on_a_page():
     named = {command.split()[0] for command in COMMANDS}
-    assert named | {"__init__", "machine", "runs"} == {path.stem for path in BENCH.glob("*.py")}
+    helpers = {"__init__", "llama_checkpoint", "machine", "rounds", "training_inputs"}
+    assert named | helpers == {path.stem for path in BENCH.glob("*.py")}
 
 
 SLOW = ("calibrate", "decode --compile", "train_loop", "train_ways", "training_checkpoint")
@@ -87,7 +88,7 @@ def run_quickly(tmp_path, command, last=""):
     texts.mkdir()
     (texts / "one.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 2000)
     options += shlex.split(f"{QUICK[name]} {last}".replace("TMP", str(tmp_path)))
-    small = f"[shape.update({SHAPE}) for shape in runs.SIZES.values()]; {SMALL.get(name, 'pass')}"
+    small = f"[shape.update({SHAPE}) for shape in training_inputs.SIZES.values()]; {SMALL.get(name, 'pass')}"
     result = forks.call(
         run, name, small, options, output=tmp_path / "output", environment={"ACCELERATE_USE_CPU": "true"}
     )
@@ -98,8 +99,8 @@ def run_quickly(tmp_path, command, last=""):
 
 def run(name, small, options):
     """Run a benchmark in this process, which serves for nothing else."""
-    runs, benchmark = (import_module(f"scripts.bench.{module}") for module in ("runs", name))
-    exec(small, {"runs": runs, name: benchmark})
+    inputs, benchmark = (import_module(f"scripts.bench.{module}") for module in ("training_inputs", name))
+    exec(small, {"training_inputs": inputs, name: benchmark})
     sys.argv = [name, *options]
     benchmark.main()
 

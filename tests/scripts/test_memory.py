@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch_files import cut, meta_name, save_bins, write_dcp
 from transformers import LlamaConfig
 
 from scripts.bench import convert as bench
+from scripts.bench.llama_checkpoint import LLAMA_2_7B, TINY_LLAMA, write_random
 
 LIMIT_MB = 350
 
@@ -34,16 +36,12 @@ def place():
 
 def large_model(gigabytes):
     """Return config and tensors of a Llama of zeros, in memory."""
-    n_layers = max(1, round((gigabytes * 1e9 - 4 * bench.VOCAB * bench.HIDDEN) / bench.LAYER_BYTES))
-    top = {"model.embed_tokens": (bench.VOCAB, bench.HIDDEN), "lm_head": (bench.VOCAB, bench.HIDDEN)}
-    shapes = {**top, "model.norm": (bench.HIDDEN,)}
-    for layer in range(n_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in bench.layer_shapes().items()}
+    shape = TINY_LLAMA.of_size(gigabytes * 1e9)
     config = LlamaConfig(
-        hidden_size=bench.HIDDEN, intermediate_size=bench.MLP, num_hidden_layers=n_layers, vocab_size=bench.VOCAB,
-        num_attention_heads=bench.HEADS, num_key_value_heads=bench.HEADS, rms_norm_eps=1e-5,
+        hidden_size=shape.hidden, intermediate_size=shape.mlp, num_hidden_layers=shape.layers, vocab_size=shape.vocab,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, rms_norm_eps=1e-5,
     )  # fmt: skip
-    return config, {f"{name}.weight": torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    return config, {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in shape.tensors(shape.heads)}
 
 
 def write(kind, folder, config, tensors):
@@ -138,13 +136,10 @@ def check_memory(source, out, groups=8):
 @pytest.mark.parametrize(
     ("groups", "refine", "limit"), [(8, [], 6000), (8, ["--refine", "0"], 4000), (1, ["--refine", "0"], 4400)]
 )
-def test_memory_of_calibrating_a_7b_shape(place, groups, refine, limit, monkeypatch):
+def test_memory_of_calibrating_a_7b_shape(place, groups, refine, limit):
     """At most 6 GB in all, 4 GB without refining; neither more layers nor more text add to it."""
-    layer_bytes = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    for name, value in {"HIDDEN": 4096, "MLP": 11008, "LAYER_SHARD": 1, "LAYER_BYTES": layer_bytes}.items():
-        monkeypatch.setattr(bench, name, value)
     source = place / "source"
-    bench.make_checkpoint(source, 1.3)
+    write_random(replace(LLAMA_2_7B, layers=2), source, layers_per_shard=1)
     make_tokenizer(source)
     command = [sys.executable, "-m", "convert", "mha-to-gqa", str(source), str(place / "out"), "--groups", str(groups)]
     command += [*refine, "--calibration-tokens", "8192"]

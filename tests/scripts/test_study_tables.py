@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.study import arms, cells, page, page_tables, table
+from scripts.study import arms, cells, page, page_tables, places, table
 from scripts.study import figures as drawing
 from scripts.study import results as results_of
 from scripts.study.record import add_distilled, add_lines, record_parents
@@ -244,7 +244,7 @@ def test_table_of_tasks(tmp_path):
     records["smollm2_mixed"][1]["trainable"] = "all"
     for plan, lines in records.items():
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert page_tables.tasks(page.smollm2_lines(tmp_path)).splitlines()[2:] == [
+    assert page_tables.tasks(places.smollm2_lines(tmp_path)).splitlines()[2:] == [
         "| mean | – | 25.0% ± 3.0% | 12.3 | 1.234 |",
         "| default, mixed text | 10,000 tokens, all | 25.0% ± 3.0% | 12.3 | 1.234 |",
     ]
@@ -265,7 +265,7 @@ def test_table_of_the_field(tmp_path):
         each["trainable"] = part
     for plan, lines in records.items():
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert page.field(tmp_path).splitlines() == [
+    assert places.field(tmp_path).splitlines() == [
         "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
         "| --- | --- | --- | --- | --- | --- |",
         "| mean (Ainslie et al.; AverageKV) | 2 | 0.5000 and 0.7000 | 0.2000 (1 of 2 parents) | – | – |",
@@ -286,7 +286,7 @@ def test_table_of_latent_attention_on_smollm2(tmp_path):
         (tmp_path / f"{plan}.jsonl").write_text(
             "".join(json.dumps({"trainable": None} | each) + "\n" for each in lines)
         )
-    assert page.latent_smollm2(tmp_path).splitlines()[2:] == [
+    assert places.latent_smollm2(tmp_path).splitlines()[2:] == [
         "| merged | – | 0.6000 |",
         "| merged | 10,000 tokens, attention | 0.3000 (lr 0.0005) |",
         "| latent | – | 0.5000 |",
@@ -415,7 +415,7 @@ def test_table_of_parents(tmp_path):
         losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
         records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    record = tmp_path / page.PARENTS
+    record = tmp_path / places.PARENTS
     earlier = [
         {"plan": name, "seed": seed, "steps": 20, "share": 1.0, "held_out_loss": loss}
         for name, seed, loss in (("p", 0, 5.0), ("p", 5, 7.0), ("q", 0, 9.0))
@@ -423,7 +423,7 @@ def test_table_of_parents(tmp_path):
     record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
     for _ in range(2):
         record_parents(tmp_path, record)
-        assert page.training_of_parents(tmp_path).splitlines() == [
+        assert places.training_of_parents(tmp_path).splitlines() == [
             "| of its training | p | q | p, 2 K/V heads |", "| --- | --- | --- | --- |",
             "| 50% | 6.000 and 7.000 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
@@ -455,7 +455,7 @@ def test_table_by_tokens_per_parameter(tmp_path):
         for each in lines:
             each["parent_loss"] = parent_loss
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert page.tokens_per_parameter(tmp_path).splitlines()[2:] == [
+    assert places.tokens_per_parameter(tmp_path).splitlines()[2:] == [
         "| 1 | 2 | 4.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 7 | 1 | 3.500 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 20 | 1 | 3.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",

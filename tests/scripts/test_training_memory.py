@@ -10,7 +10,7 @@ import real_runs
 import tiny
 
 from scripts.bench.convert import measure
-from uptrain.budget.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, MemoryEstimator, MemoryOptions
+from uptrain.estimates.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, MemoryEstimator, MemoryOptions
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18,

@@ -48,7 +48,7 @@ class Faults:
     """Step (counted from 0) → what the loss is multiplied by."""
     losses_rank: int = 0
     constants: dict[str, int] = field(default_factory=dict)
-    """Of `uptrain.training.loop`."""
+    """Of `uptrain.training.loop` and `spikes`."""
     max_file_bytes: int | None = None
     free_bytes: int | None = None
     drops_sharding: bool = False
@@ -141,11 +141,11 @@ class _Saboteur:
 
     def _install_training(self) -> None:
         from uptrain.checkpoints import store, tensors
-        from uptrain.training import evaluate, loop, metrics_log, module
+        from uptrain.training import evaluate, loop, loss_module, metrics_log, spikes
 
         for name, value in self._faults.constants.items():
-            assert hasattr(loop, name)
-            setattr(loop, name, value)
+            (module,) = (each for each in (loop, spikes) if hasattr(each, name))
+            setattr(module, name, value)
         self._wrap(tensors, "save_tensors", lambda *_: "")
         self._wrap(store, "checksum", lambda path: name_of(path))
         self._wrap(store, "gather", self._note_gather)
@@ -157,14 +157,14 @@ class _Saboteur:
         self._wrap(
             metrics_log.Metrics, "write", lambda me, record: f"{record['step']} {record.get('event', '')}".strip()
         )
-        forward = module.LossModule.forward
+        forward = loss_module.LossModule.forward
 
         def poisoned(me: Any, *arguments: Any, **options: Any) -> Any:
             result = forward(me, *arguments, **options)
             bad = me.training and self._rank == self._faults.losses_rank
             return result * self._faults.losses.get(self._step, 1.0) if bad else result
 
-        module.LossModule.forward = poisoned
+        loss_module.LossModule.forward = poisoned
         rotate = store.CheckpointStore.rotate
 
         def rotating(me: Any, newest: int, decay_start: int | None) -> str:

@@ -12,15 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
-from model.common.counts import parse_count
+from model.common.counts import format_count, parse_count
 from model.common.errors import InputError
-from uptrain.budget import training_time
 from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
 from uptrain.budget.conversion_record import source_names
-from uptrain.budget.counts import format_count
 from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
-from uptrain.budget.parameter_counts import count_parameters
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
+from uptrain.estimates import training_time
+from uptrain.estimates.parameter_counts import count_parameters
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
 STEPS_AT_5_PERCENT = {

@@ -14,17 +14,17 @@ from model.checkpoint import TensorInfo
 from model.common.errors import InputError, RankError
 from model.decoder import losses
 from model.geometry import Geometry
-from uptrain.budget import memory
-from uptrain.budget.memory import (
+from uptrain.estimates import memory
+from uptrain.estimates.memory import (
     MemoryEstimator,
     MemoryOptions,
     layer_activation_bytes,
 )
-from uptrain.budget.memory_fit import first_that_fits, micro_batch_sizes
-from uptrain.budget.parameter_counts import count_parameters
+from uptrain.estimates.memory_fit import first_that_fits, micro_batch_sizes
+from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.models.load import load_student, load_teacher
+from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 from uptrain.runs import device_memory
-from uptrain.training.models import load_student, load_teacher
-from uptrain.training.sharing import equal_tensors, share, shareable
 
 QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
 

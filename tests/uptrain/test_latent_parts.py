@@ -21,10 +21,10 @@ from real_runs import (
 )
 
 from model import load_model
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
-from uptrain.training.lora import initialise_adapters
-from uptrain.training.models import load_student, load_teacher, teacher_dtype
-from uptrain.training.sharing import equal_tensors, share, shareable
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
+from uptrain.models.load import load_student, load_teacher, teacher_dtype
+from uptrain.models.lora import initialise_adapters
+from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 
 PARTS = ("attention", "kv", "lora")
 OF_PART = {

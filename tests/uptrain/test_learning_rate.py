@@ -140,6 +140,6 @@ def test_there_is_no_learning_rate_outside_the_run(step):
 
 
 def test_planning_needs_no_torch():
-    code = "import uptrain.commands.plan, uptrain.budget.plan, sys; print(*sys.modules)"
+    code = "import uptrain.commands.plan, uptrain.estimates.plan, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "accelerate", "datasets"} & set(modules)

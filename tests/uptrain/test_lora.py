@@ -21,9 +21,9 @@ from real_runs import (
 )
 
 from model.decoder.transformers_model import TransformersModel
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
-from uptrain.training.lora import AdaptedLinear, add_adapters, initialise_adapters
-from uptrain.training.models import load_student
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
+from uptrain.models.load import load_student
+from uptrain.models.lora import AdaptedLinear, add_adapters, initialise_adapters
 
 SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
 CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]

@@ -10,20 +10,18 @@ import torch
 
 from model import load_model
 from model.decoder import attention
-from uptrain.training.adafactor import Adafactor
-from uptrain.training.models import (
-    compile_layers,
+from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.frozen_parameters import choose_trainable
+from uptrain.models.load import (
     empty_student,
     empty_teacher,
     load_evaluated,
     load_student,
     load_teacher,
     random_student,
-    recompute_activations,
 )
-from uptrain.training.module import blocks
+from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
-from uptrain.training.trainable import choose_trainable
 
 N_LAYERS = 2
 

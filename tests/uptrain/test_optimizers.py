@@ -9,7 +9,7 @@ from real_runs import LAYOUTS, arguments, assert_same_run, drive, make_inputs, s
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from uptrain.budget.memory import state_bytes
+from uptrain.estimates.memory import state_bytes
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer

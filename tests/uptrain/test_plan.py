@@ -12,9 +12,9 @@ from uptrain.budget import identify, pretraining
 from uptrain.budget.budget import BudgetOptions
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
-from uptrain.training.choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
 SIZE = ("--global-batch-tokens", "64K", "--seq-len", "1000", "--lr", "1e-3")

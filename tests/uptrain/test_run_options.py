@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
+from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
-from uptrain.budget.counts import format_count
 from uptrain.runs import launch
 from uptrain.runs import run as runs
 from uptrain.runs.resolve_settings import resolve_settings

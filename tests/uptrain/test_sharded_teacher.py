@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from model import load_model
 from uptrain.distributed.fsdp import place_teacher
-from uptrain.training.module import blocks
+from uptrain.models.decoder_layers import blocks
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import tiny
 import torch
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, events, make_inputs, records
 
-from uptrain.training.models import load_student, load_teacher, teacher_dtype
-from uptrain.training.sharing import equal_tensors, share, shareable
+from uptrain.models.load import load_student, load_teacher, teacher_dtype
+from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 
 PRECISIONS = ("fp32", "bf16")
 

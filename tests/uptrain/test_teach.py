@@ -129,7 +129,7 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     out = tmp_path / "out"
     for share in ("1/3", "3/3"):
         result = uptrain(*teach_arguments(inputs, out, "--shard", share, "--json"))
-        assert json.loads(result.out)["share"] == share
+        assert json.loads(result.out)["shard"] == share
     assert not out.exists()
     uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused("out.shard-1-of-3", "another model, cache or --top-k")
     monkeypatch.setattr("uptrain.teach.load_teacher", counted := Counted())
@@ -171,7 +171,7 @@ class Counted:
     """`load_teacher`, with its calls."""
 
     def __init__(self):
-        from uptrain.training.models import load_teacher
+        from uptrain.models.load import load_teacher
 
         self.calls, self._load = [], load_teacher
 

@@ -20,8 +20,8 @@ from real_runs import (
 
 from model.families import FAMILIES
 from model.families.family import Wrapper
-from uptrain.training.models import load_student
-from uptrain.training.trainable import choose_trainable
+from uptrain.models.frozen_parameters import choose_trainable
+from uptrain.models.load import load_student
 
 PARTS = ("attention", "kv")
 OF_PART = {

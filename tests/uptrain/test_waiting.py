@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.checkpoints.tensors import SaveError
 from uptrain.data import batch
-from uptrain.training import loop
+from uptrain.training import loop, spikes
 from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import RunState, train
 from uptrain.training.optimizer import can_skip_on_device, make_optimizer, step_unless
@@ -57,7 +57,7 @@ def of_steps(calls):
 
 @pytest.mark.parametrize("spike_sigma", [None, 6.0])
 def test_a_step_fetches_once_after_its_update(tmp_path, calls, monkeypatch, spike_sigma):
-    monkeypatch.setattr(loop, "SPIKE_WINDOW", 2)
+    monkeypatch.setattr(spikes, "SPIKE_WINDOW", 2)
     assert train(make_training(tmp_path, STEPS, calls.append, spike_sigma=spike_sigma), RunState()) == "finished"
     assert of_steps(calls) == [["update", "tolist"]] * STEPS
 

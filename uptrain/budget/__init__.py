@@ -1,1 +1,1 @@
-"""Budget of a run: the number of steps from α, the table of pre-trainings, and estimates of memory and time."""
+"""Budget of a run: the number of steps from α, the table of pre-trainings, and what a conversion recorded."""

@@ -12,11 +12,11 @@ from fractions import Fraction
 from typing import Any
 
 from model.common.checks import LARGEST_COUNT
+from model.common.counts import format_count
 from model.common.errors import InputError
-from uptrain.budget.counts import format_count
 from uptrain.budget.identify import known_originals, named
 from uptrain.budget.pretraining import PretrainingRecord
-from uptrain.training.choices import TRAINABLE
+from uptrain.models.trainable_choices import TRAINABLE
 
 PEAK_DIVISOR = 3
 """Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""

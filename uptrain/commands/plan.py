@@ -13,10 +13,10 @@ from click.core import ParameterSource
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
+from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.counts import format_count
 from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
-from uptrain.training.choices import TRAINABLE
+from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -65,7 +65,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of well-known pre-trainings
     are looked up.
     """
-    from uptrain.budget.plan import make_plan
+    from uptrain.estimates.plan import make_plan
 
     plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
     plan["warnings"] += _check_models(model, options["teacher"], plan["seq_len"])
@@ -113,9 +113,10 @@ def _summary(plan: dict[str, Any]) -> str:
 
 def _next_command(plan: dict[str, Any]) -> str:
     """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns."""
-    context, n = click.get_current_context(), plan["processes"]
-    program = "uptrain" if n == 1 else f"GPUS={n} scripts/uptrain_multi_gpu.sh"
-    parts = [f"{program} run {shlex.quote(plan['model'])}"]
+    from uptrain.estimates.plan import program_on
+
+    context = click.get_current_context()
+    parts = [f"{program_on(plan['processes'])} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:
         name = str(parameter.name)
         given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE

@@ -109,9 +109,9 @@ def _prepare_options(
 
 
 def _show(result: dict[str, Any]) -> None:
-    if "share" in result:
+    if "shard" in result:
         console.echo(
-            f"Shard {result['share']} is done: {result['units']:,} units, {result['documents']:,} documents, "
+            f"Shard {result['shard']} is done: {result['units']:,} units, {result['documents']:,} documents, "
             f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
         )
         return

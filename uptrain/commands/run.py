@@ -19,8 +19,8 @@ from uptrain.commands.options import (
     seq_len_option,
 )
 from uptrain.distributed.signals import stop_request
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
-from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.losses import LOSSES
 
 PATH = PathType()

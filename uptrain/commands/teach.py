@@ -46,9 +46,9 @@ def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, a
         result = teach(TeachOptions(model, data, out, top_k, machine_shard), quiet=as_json)
     if as_json:
         console.print_json(result)
-    elif "share" in result:
+    elif "shard" in result:
         console.echo(
-            f"Shard {result['share']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
+            f"Shard {result['shard']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
             "command without --shard joins them."
         )
     else:

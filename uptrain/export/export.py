@@ -23,12 +23,12 @@ from model.decoder.loading import check_shapes
 from model.families import is_native
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
+from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.make_folder import refuse_existing
+from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics
-from uptrain.training.models import build_meta_from_config, stored_names
-from uptrain.training.module import STUDENT
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 MAX_SHARD_SIZE = 5 * 10**9

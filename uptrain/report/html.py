@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.hub import name_of
+from model.common.counts import format_count
 from model.common.printable import printable
-from uptrain.budget.counts import format_count
 from uptrain.report.history import History, format_loss, format_recovered
 
 _CSS = """

@@ -13,34 +13,30 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
-from uptrain.runs.folder import CHECKPOINTS, METRICS
-from uptrain.runs.progress import ProgressSink, without_errors
-from uptrain.runs.settings import Settings
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.loop import Training
-from uptrain.training.lora import initialise_adapters
-from uptrain.training.metrics_log import Metrics
-from uptrain.training.models import (
-    compile_layers,
+from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.frozen_parameters import set_state_dtype
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import (
     empty_student,
     empty_teacher,
     load_student,
     load_teacher,
     random_student,
-    recompute_activations,
     teacher_dtype,
     tensor_names,
 )
-from uptrain.training.module import STUDENT, LossModule, blocks
+from uptrain.models.lora import initialise_adapters
+from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
+from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
+from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.settings import Settings
+from uptrain.training.loop import Training
+from uptrain.training.loss_module import STUDENT, LossModule
+from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
-from uptrain.training.sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
-from uptrain.training.trainable import set_state_dtype
 
 
-def build_initial(
-    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, deadline: float, show: ProgressSink
-) -> Training:
+def build_initial(settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
     student, weights = load_on_main(
@@ -48,19 +44,12 @@ def build_initial(
         lambda: initial_student(settings, config_folder),
         lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder, deadline, show)
+    training = build(settings, student, accelerator, folder)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
-def build(
-    settings: Settings,
-    student: LanguageModel,
-    accelerator: Accelerator,
-    folder: Path,
-    deadline: float,
-    show: ProgressSink,
-) -> Training:
+def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
     Raises InputError if data, student and teacher are incompatible.
@@ -107,8 +96,6 @@ def build(
         eval_cache=eval_cache,
         eval_every=settings.eval_every,
         spike_sigma=settings.spike_sigma,
-        deadline=deadline,
-        show=without_errors(show),
         logits=logits,
         shared_bytes=shared_bytes,
     )

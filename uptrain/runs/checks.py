@@ -16,9 +16,9 @@ from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_names
 from uptrain.runs.fingerprints import model_sha256
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.models import build_meta, build_meta_from_config, choose_part, tensor_names
 
 MOST_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""

@@ -10,12 +10,12 @@ import torch
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
 from model.common.machine import available_memory, local_rank, local_world_size, world_size
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
-from uptrain.budget.memory_fit import first_that_fits
-from uptrain.budget.plan import run_command
 from uptrain.distributed.accelerator import has_accelerator, wants_sharding
-from uptrain.training.choices import TRAINABLE
-from uptrain.training.parts import knows_attention
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
+from uptrain.estimates.memory_fit import first_that_fits
+from uptrain.estimates.plan import run_command
+from uptrain.models.trainable_choices import TRAINABLE
+from uptrain.models.trainable_parts import knows_attention
 
 RESERVE = 0.08
 """Share of the free memory that a run's estimate must not take. Measurements are up to 8.7 % above the estimate

@@ -10,8 +10,8 @@ from model.checkpoint.same_bytes import sampled_rows
 from model.common.errors import InputError
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
+from uptrain.models.load import frozen_names
 from uptrain.runs.settings import Settings
-from uptrain.training.models import frozen_names
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
 """Pieces of a weight file that are hashed, and their size, because files are large."""

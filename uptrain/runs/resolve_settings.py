@@ -10,14 +10,14 @@ from model.common.files import check_name
 from model.common.machine import world_size
 from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import has_accelerator
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
+from uptrain.models.trainable_choices import DEFAULT_RANK
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.settings import RunOptions, Settings
-from uptrain.training.choices import DEFAULT_RANK
 from uptrain.training.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.training.losses import WITHOUT_TEACHER
 

@@ -24,31 +24,32 @@ from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
+from model.common.counts import format_count
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.files import replace_file
 from model.common.printable import one_line
 from model.common.processes import process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
-from uptrain.budget.counts import format_count
-from uptrain.budget.memory import MASTER_BYTES, state_bytes
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
 from uptrain.distributed.accelerator import make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
+from uptrain.estimates.memory import MASTER_BYTES, state_bytes
+from uptrain.models.decoder_layers import block_names
+from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, read_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
-from uptrain.runs.progress import ProgressSink
+from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
+from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.losses import LOSSES
-from uptrain.training.models import block_names, empty_student
-from uptrain.training.module import has_finite_weights
 from uptrain.training.trackers import finish_trackers, start_trackers
 
 FINISHED_BEFORE = "finished before"
@@ -68,7 +69,8 @@ def start(
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     with _out_of_memory_as_run_error(accelerator):
-        training = build_initial(settings, config_folder, accelerator, out, deadline, show)
+        training = build_initial(settings, config_folder, accelerator, out)
+    training.deadline, training.show = deadline, without_errors(show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
@@ -102,9 +104,10 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         with _out_of_memory_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, accelerator, folder, deadline, show)
+                training = build_initial(settings, folder / MODEL, accelerator, folder)
             else:
-                training = build(settings, empty_student(folder / MODEL), accelerator, folder, deadline, show)
+                training = build(settings, empty_student(folder / MODEL), accelerator, folder)
+        training.deadline, training.show = deadline, without_errors(show)
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
         training.checkpoints = checkpoints  # it knows which ones are damaged

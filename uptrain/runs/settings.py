@@ -11,7 +11,7 @@ from pathlib import Path
 from model.common import checks
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
-from uptrain.training.choices import TRAINABLE
+from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule
 from uptrain.training.losses import LOSSES
 

@@ -1,1 +1,1 @@
-"""Training: the loop, models, losses, the optimizer and evaluation."""
+"""Training: the loop, losses, the optimizer and evaluation."""

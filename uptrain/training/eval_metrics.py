@@ -15,8 +15,8 @@ from model.decoder.devices import float64_device, to_float64
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.losses import ChunkLogits
 from uptrain.data.batch import Batch
-from uptrain.training.kl import hidden_states, whole_logits
-from uptrain.training.language_model import LanguageModel
+from uptrain.models.language_model import LanguageModel
+from uptrain.training.losses.kl import hidden_states, whole_logits
 
 _MAX_LOSS = math.log(sys.float_info.max)
 """Largest loss whose perplexity is a finite float."""

@@ -7,6 +7,7 @@ The loop waits for the device once in a step: it fetches loss and gradient norm 
 Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
 """
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -35,14 +36,14 @@ from uptrain.distributed.fsdp import is_sharded
 from uptrain.distributed.signals import StopRequest
 from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
+from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.metrics_log import Metrics
-from uptrain.training.module import has_finite_weights
 from uptrain.training.optimizer import applied_rate, can_skip_on_device, set_learning_rate, step_unless
+from uptrain.training.spikes import SpikeDetector
 from uptrain.training.trackers import log_to_trackers
 
 CLIP = 1.0
 HALT_COUNT, HALT_WINDOW = 3, 100
-SPIKE_WINDOW = 128
 SAVE_SECONDS = 3600.0
 """A run is saved after this time at the latest, however many steps lie between checkpoints: it may end at any time."""
 
@@ -62,7 +63,7 @@ class RunState:
     not_finite: list[int] = field(default_factory=list)
     """The skipped steps whose gradient was not finite."""
     grad_norms: list[float] = field(default_factory=list)
-    """Gradient norms of the last SPIKE_WINDOW steps, clamped to the spike limit."""
+    """Gradient norms of the last steps, of a SpikeDetector."""
 
 
 @dataclass
@@ -86,13 +87,14 @@ class Training:
     eval_cache: TokenCache | None
     eval_every: int
     spike_sigma: float | None
-    deadline: float
-    """`time.monotonic()` at which to stop."""
-    show: Callable[[dict[str, Any]], None]
     logits: TeacherLogits | None = None
     """The teacher's logits of `cache`, in place of the teacher."""
     shared_bytes: int = 0
     """Bytes of frozen parameters that the student shares with the teacher."""
+    deadline: float = math.inf
+    """`time.monotonic()` at which to stop."""
+    show: Callable[[dict[str, Any]], None] = lambda record: None
+    """Called with each record of `metrics`."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
     save_tried_at: float = field(default_factory=time.monotonic)
@@ -197,14 +199,18 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     n_batches = -(-len(windows[_own_part(training)]) // training.micro_batch)
     device_loss = _backward(training, islice(batches, n_batches), n_batches, n_targets)
     device_norm = _clip(training)
-    limit = _spike_limit(training, state)
+    spikes = SpikeDetector(training.spike_sigma, state.grad_norms)
     queued = can_skip_on_device(training.optimizer)
     if queued:
-        step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > limit))
+        step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > spikes.limit()))
     loss_sum, grad_norm, due = _fetch(training, device_loss, device_norm)
-    skip = _record_norm(training, state, grad_norm, limit)
+    # The norm is global, so all ranks skip the same steps.
     if np.isfinite(grad_norm):
         _rotate_if_due(training)
+        skip = spikes.record(grad_norm)
+    else:
+        state.not_finite.append(step + 1)
+        skip = True
     if skip:
         state.skipped.append(step + 1)
     elif not queued:
@@ -284,25 +290,6 @@ def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[flo
     sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(wanted)) for wanted in (wants_stop, wants_save))])
     total, stops, saves, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
     return total, norm, _Due(stops > 0, saves > 0)
-
-
-def _spike_limit(training: Training, state: RunState) -> float:
-    """Return the largest gradient norm that is no spike."""
-    recent = state.grad_norms
-    if training.spike_sigma is None or len(recent) < SPIKE_WINDOW:
-        return np.inf
-    return float(np.mean(recent) + training.spike_sigma * np.std(recent))
-
-
-def _record_norm(training: Training, state: RunState, grad_norm: float, limit: float) -> bool:
-    """Record a gradient norm; return whether to skip the update. It is global, so all ranks return the same."""
-    if not np.isfinite(grad_norm):
-        state.not_finite.append(state.step + 1)
-        return True
-    if training.spike_sigma is not None:
-        # Norms are clamped to the limit: one spike does not hide the next, and the limit follows a lasting rise.
-        state.grad_norms = [*state.grad_norms[-SPIKE_WINDOW + 1 :], min(grad_norm, limit)]
-    return grad_norm > limit
 
 
 def _log_step(training: Training, record: dict[str, Any]) -> None:

@@ -104,8 +104,8 @@ def rise_warning(records: list[Record], peak_lr: float) -> str | None:
     """Return a warning if the loss rose from the beginning of a run to its end.
 
     That is the held-out loss, or without evaluations the training loss, and it rose if the difference is above
-    MEASURABLE. Of the latter, the mean of the last tenth of
-    steps has to exceed every loss of the first tenth, each of RISE_STEPS at least, because windows differ.
+    MEASURABLE. Of the training loss, the mean of the last tenth of steps has to exceed every loss of the first tenth,
+    each of RISE_STEPS at least, because windows differ.
     """
     losses = [record["evaluation"]["loss"] for record in records if "evaluation" in record]
     if losses:

@@ -125,7 +125,7 @@ def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict
 def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], records: Records) -> dict[str, Any]:
     own = [records[unit.number] for unit in units if machine_shard.has(unit.number) and unit.number in records]
     return {
-        "share": f"{machine_shard.number}/{machine_shard.of}",
+        "shard": f"{machine_shard.number}/{machine_shard.of}",
         "units": len(own),
         "documents": sum(unit_record.n_documents for unit_record in own),
         "tokens": sum(unit_record.n_tokens for unit_record in own),

@@ -1,6 +1,6 @@
-"""Training losses, one per file.
+"""Training losses, one per file; `kl` and `top_k_kl` hold what several need.
 
-Each module defines
+The module of a loss defines
 
     loss_sum(student, teacher, batch) -> Tensor
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from model.decoder.losses import LossAndGradient, chunk_size, chunked_loss
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
-from uptrain.training.kl import hidden_states, kl_of_chunks, whole_kl, whole_logits
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.top_k_kl import top_k_kl_of_chunks, whole_top_k_kl
+from uptrain.models.language_model import LanguageModel
+from uptrain.training.losses.kl import hidden_states, kl_of_chunks, whole_kl, whole_logits
+from uptrain.training.losses.top_k_kl import top_k_kl_of_chunks, whole_top_k_kl
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from uptrain.data.batch import Batch
-from uptrain.training.language_model import LanguageModel
+from uptrain.models.language_model import LanguageModel
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:

@@ -2,28 +2,26 @@
 
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import nn
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common import checks, console
 from model.common.errors import InputError
 from model.decoder import loading
-from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
-from model.decoder.transformers_classes import build_hf_model, layer_class_names
+from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import TransformersModel, check_separation
 from model.families import is_native
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.lora import add_adapters
-from uptrain.training.parts import common_dtype, part_pattern
-from uptrain.training.trainable import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
+from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.lora import add_adapters
+from uptrain.models.trainable_parts import common_dtype, part_pattern
 
 
 def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
@@ -213,36 +211,3 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
                 scale = (2 * student.config.n_layers) ** -0.5 if writes_to_stream else 1.0
                 parameter.normal_(std=std * scale, generator=generator)
     return student
-
-
-def block_names(folder: Path) -> tuple[str, ...]:
-    """Return the class names of a folder's decoder layers, the units of FSDP."""
-    _, config = read_config(folder)
-    return ("Block",) if is_native(config) else layer_class_names(folder)
-
-
-def compile_layers(layers: list[nn.Module], **options: Any) -> None:
-    """Compile each layer's forward pass with torch.compile, except attention by segments.
-
-    Call this before `recompute_activations`. If torch.compile met attention by segments within a recomputed layer, it
-    would compile nothing of it, without a message.
-    """
-    exclude_segments_from_compilation()
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, **options)
-
-
-def recompute_activations(layers: list[nn.Module]) -> None:
-    """Recompute each layer's activations in the backward pass (activation checkpointing)."""
-    for layer in layers:
-        layer.forward = _recomputed(layer.forward)
-
-
-def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from torch.utils.checkpoint import checkpoint
-
-    def recomputed(*inputs: Any, **options: Any) -> Tensor:
-        states_BTM: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
-        return states_BTM
-
-    return recomputed

@@ -1,7 +1,6 @@
 """Build the inputs of the training benchmarks: shapes of Llamas, a model, random documents, settings of a run."""
 
 import hashlib
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,12 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.bench.machine import facts
+from scripts.bench.machine import Row
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 from uptrain.runs.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
-Row = dict[str, Any]
 SIZES: dict[str, Row] = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8},
     "25M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
@@ -94,8 +92,3 @@ def reset() -> None:
     """Reset accelerate's state, so that the next loop can choose its own precision."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write measurements with the description of the machine."""
-    path.write_text(json.dumps({**facts(), "rows": rows}, indent=2) + "\n")

@@ -8,10 +8,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.decoder.llama import LlamaForCausalLM
 from uptrain.data.batch import Batch, TopK
 from uptrain.distributed.collectives import all_reduce_sum
-from uptrain.training.language_model import LanguageModel
+from uptrain.models.language_model import LanguageModel
 from uptrain.training.losses import find_loss
 
 STUDENT = "student."
@@ -56,11 +55,3 @@ def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
     for tensor in local:  # none in a teacher that shares all
         n_broken += ~tensor.isfinite().all()
     return not all_reduce_sum(accelerator, n_broken).item()
-
-
-def blocks(student: LanguageModel) -> list[nn.Module]:
-    """Return the decoder layers, the units of compilation, sharding and activation checkpointing."""
-    if isinstance(student, LlamaForCausalLM):
-        return list(student.model.layers)
-    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
-    return [module for module in student.modules() if type(module).__name__ in names]

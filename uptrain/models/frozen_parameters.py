@@ -15,8 +15,8 @@ from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.decoder.linear import matmul_dtype
 from model.decoder.llama import RMSNorm
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.parts import part_pattern
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.trainable_parts import part_pattern
 
 
 class FrozenLinear(nn.Linear):

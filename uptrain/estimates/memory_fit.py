@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.data.default_sizes import default_micro_batch
-from uptrain.training.parts import parts_of
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
+from uptrain.models.trainable_parts import parts_of
 
 
 def micro_batch_sizes(seq_len: int, n_windows: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from model.common import checks
 from model.common.errors import InputError
 from model.families import is_native
 from model.geometry import ModelSizes, read_sizes
-from uptrain.budget.parameter_counts import (
+from uptrain.estimates.parameter_counts import (
     count_by_layer,
     count_gathered,
     count_head,
@@ -26,8 +26,8 @@ from uptrain.budget.parameter_counts import (
     count_parameters,
     without_buffers,
 )
-from uptrain.training.choices import DEFAULT_RANK
-from uptrain.training.parts import common_dtype, knows_attention, part_pattern
+from uptrain.models.trainable_choices import DEFAULT_RANK
+from uptrain.models.trainable_parts import common_dtype, knows_attention, part_pattern
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes of a trained parameter: float32 weight and gradient."""
@@ -257,7 +257,7 @@ def _read_wide(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
     """Return `MemoryEstimator.wide`. It depends on the modules of transformers' classes, which need torch."""
     if is_native(config) or not knows_attention(config):
         return frozenset()
-    from uptrain.training.models import float32_names
+    from uptrain.models.load import float32_names
 
     return float32_names(model)
 

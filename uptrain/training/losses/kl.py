@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.decoder.losses import ChunkLogits, LossAndGradient, chunk_size, chunked_loss
 from uptrain.data.batch import Batch
-from uptrain.training.language_model import LanguageModel
+from uptrain.models.language_model import LanguageModel
 
 
 def chunked_kl(

@@ -22,17 +22,17 @@ from uptrain.budget.budget import (
 )
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
 from uptrain.budget.identify import named
-from uptrain.budget.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
-from uptrain.budget.memory_fit import first_that_fits
-from uptrain.budget.parameter_counts import count_parameters
-from uptrain.budget.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
 from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
-from uptrain.training.choices import DEFAULT_RANK, TRAINABLE
+from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
+from uptrain.estimates.memory_fit import first_that_fits
+from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
+from uptrain.models.trainable_parts import parts_of
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
-from uptrain.training.parts import parts_of
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
@@ -216,12 +216,16 @@ def _fitting(
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
 
+def program_on(devices: int) -> str:
+    """Return the program of a command that uses some devices, before the name of the subcommand."""
+    return "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
+
+
 def run_command(
     chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int = 1
 ) -> str:
     """Return the beginning of a command that trains as chosen, without data, budget and output."""
-    begin = "uptrain" if devices == 1 else f"GPUS={devices} scripts/uptrain_multi_gpu.sh"
-    words = [begin, "run", shlex.quote(model)]
+    words = [program_on(devices), "run", shlex.quote(model)]
     words += ["--teacher", shlex.quote(str(teacher))] if teacher else []
     words += [chosen.options]
     words += ["--optimizer", estimator.optimizer] if estimator.optimizer != "adamw" else []

@@ -10,7 +10,7 @@ from model.checkpoint.tensor import is_buffer
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
-from uptrain.training.choices import TRAINABLE
+from uptrain.models.trainable_choices import TRAINABLE
 
 _LATENT = {"attention": ("self_attn", "input_layernorm"), "kv": (f"self_attn.{KV_A}", f"self_attn.{KV_B}")}
 """The modules of each part in a layer of latent attention."""

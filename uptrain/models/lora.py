@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from model.common.errors import InputError
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.trainable import FrozenLinear, cast_in_use
+from uptrain.models.frozen_parameters import FrozenLinear, cast_in_use
+from uptrain.models.language_model import LanguageModel
 
 _OF_LAYER = re.compile(r"\.\d+\.")
 

@@ -10,9 +10,9 @@ from torch import nn
 from model.checkpoint import open_checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
-from uptrain.training.language_model import LanguageModel
-from uptrain.training.models import frozen_names, stored_names
-from uptrain.training.trainable import FrozenEmbedding, FrozenLinear, cast_in_use
+from uptrain.models.frozen_parameters import FrozenEmbedding, FrozenLinear, cast_in_use
+from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""

@@ -1,0 +1,56 @@
+"""Find a model's decoder layers, the units of compilation, sharding and activation checkpointing; compile them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.hf_folder import read_config
+from model.decoder.attention import exclude_segments_from_compilation
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.transformers_classes import layer_class_names
+from model.families import is_native
+from uptrain.models.language_model import LanguageModel
+
+
+def blocks(student: LanguageModel) -> list[nn.Module]:
+    """Return the decoder layers."""
+    if isinstance(student, LlamaForCausalLM):
+        return list(student.model.layers)
+    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
+    return [module for module in student.modules() if type(module).__name__ in names]
+
+
+def block_names(folder: Path) -> tuple[str, ...]:
+    """Return the class names of a folder's decoder layers, the units of FSDP."""
+    _, config = read_config(folder)
+    return ("Block",) if is_native(config) else layer_class_names(folder)
+
+
+def compile_layers(layers: list[nn.Module], **options: Any) -> None:
+    """Compile each layer's forward pass with torch.compile, except attention by segments.
+
+    Call this before `recompute_activations`. If torch.compile met attention by segments within a recomputed layer, it
+    would compile nothing of it, without a message.
+    """
+    exclude_segments_from_compilation()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, **options)
+
+
+def recompute_activations(layers: list[nn.Module]) -> None:
+    """Recompute each layer's activations in the backward pass (activation checkpointing)."""
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    def recomputed(*inputs: Any, **options: Any) -> Tensor:
+        states_BTM: Tensor = checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return states_BTM
+
+    return recomputed
