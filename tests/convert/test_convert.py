@@ -35,7 +35,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
     before = tiny.tensors(source)
     for groups in (8, 4, 2, 1):
         out = tmp_path / f"out{groups}"
-        assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
+        convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).succeeded()
         after = tiny.tensors(out)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
@@ -48,7 +48,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 def test_same_number_of_groups_is_the_identity(convert, tmp_path, shards):
     source = tiny.save(tiny.build(), tmp_path / "source", "bfloat16", shards)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8).succeeded()
     before, after = tiny.snapshot(source), tiny.snapshot(tmp_path / "out")
     assert set(after) - set(before) == {"groupwise.json"}
     for name, content in before.items():
@@ -74,7 +74,7 @@ def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
     for method in ("mean", "first"):
         source, out = tmp_path / f"mha-{method}", tmp_path / f"gqa-{method}"
         tiny.save(mha, source, "bfloat16")
-        assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).code == 0
+        convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).succeeded()
         back = tiny.tensors(out)
         for name, tensor in gqa.to(torch.bfloat16).state_dict().items():
             assert torch.equal(back[name], tensor), name
@@ -83,7 +83,7 @@ def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
 
 def test_gqa_source_can_be_merged_further(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=4), tmp_path / "source", "bfloat16")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.equal(after[name], float64_mean(before[name], 2, n_heads=4))
@@ -93,14 +93,14 @@ def test_gqa_source_can_be_merged_further(convert, tmp_path):
 
 
 def test_mqa_is_one_group(convert, source, tmp_path):
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "mqa").code == 0
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "gqa", "--groups", 1).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "mqa").succeeded()
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "gqa", "--groups", 1).succeeded()
     assert tiny.snapshot(tmp_path / "mqa") == tiny.snapshot(tmp_path / "gqa")
 
 
 def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
     tiny.edit_config(source, ünknown={"kept": [1, None, 1e-05]}, torch_dtype="bfloat16", rope_theta=10000.0)
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
     before = json.loads((source / "config.json").read_text())
     after = json.loads((tmp_path / "out/config.json").read_text())
     assert list(after) == list(before)
@@ -110,7 +110,7 @@ def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
 @pytest.mark.parametrize("value", [..., None])
 def test_absent_or_null_key_becomes_explicit(convert, source, tmp_path, value):
     tiny.edit_config(source, num_key_value_heads=value)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
 
 
@@ -169,10 +169,10 @@ def test_index_has_the_true_size(convert, source, tmp_path):
 
 
 def test_shards_can_be_divided_anew(convert, source, tmp_path):
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "one", "--max-shard-size", "1GB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "one", "--max-shard-size", "1GB").succeeded()
     assert (tmp_path / "one/model.safetensors").exists()
     assert not (tmp_path / "one/model.safetensors.index.json").exists()
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "many", "--max-shard-size", "10KB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "many", "--max-shard-size", "10KB").succeeded()
     files = list((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
     assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}\.safetensors", f.name) for f in files)
@@ -214,7 +214,7 @@ def test_second_conversion_remembers_the_first(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", tmp_path / "four", tmp_path / "two", "--groups", 2)
     record = json.loads((tmp_path / "two/groupwise.json").read_text())
     assert record["source"]["groupwise"]["groups"] == 4
-    assert convert("verify", tmp_path / "four", tmp_path / "two").code == 0
+    convert("verify", tmp_path / "four", tmp_path / "two").succeeded()
 
 
 def test_random_depends_on_the_seed_only(convert, source, tmp_path):
@@ -246,11 +246,11 @@ def test_output_leaves_the_page_cache_if_it_does_not_fit_beside_the_source(
 
     monkeypatch.setattr(os, "posix_fadvise", record)
     monkeypatch.setattr("convert.output.write_shards.available_memory", lambda: available)
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--max-shard-size", "10KB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--max-shard-size", "10KB").succeeded()
     numbers = {str(number) for number in range(len(list((tmp_path / "out").glob("*.safetensors"))))}
     assert {name for name, _ in dropped} == (set() if available else numbers)
     assert {arguments for _, arguments in dropped} <= {(0, 0, os.POSIX_FADV_DONTNEED)}
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_permissions_follow_the_umask(convert, source, tmp_path):
@@ -282,8 +282,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(convert, source, tmp_path):
 def test_overwrite_replaces_a_checkpoint(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4)
     (tmp_path / "out/left-over.txt").write_text("of the old model")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--overwrite").code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--overwrite").succeeded()
+    convert("verify", source, tmp_path / "out").succeeded()
     assert not (tmp_path / "out/left-over.txt").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
@@ -294,7 +294,7 @@ def test_missing_format_metadata_is_added(convert, tmp_path):
 
     source = tiny.save(tiny.build(), tmp_path / "source")
     save_file(tiny.tensors(source), source / "model.safetensors", metadata={"note": "kept"})
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "kept"}
 
@@ -304,8 +304,7 @@ def test_names_are_printed_as_they_are(convert, source, tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     folder = source.rename(tmp_path / name)
     for arguments in (("inspect", folder), ("mha-to-gqa", "--method", "mean", folder, tmp_path / "out", "--groups", 2)):
-        result = convert(*arguments)
-        assert result.code == 0, result.err
+        result = convert(*arguments).succeeded()
         assert name in "".join(result.out.split("\n"))
 
 
@@ -313,7 +312,7 @@ def test_the_spelling_of_transformers_4_replaces_null(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "source")
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     tiny.edit_config(source, rope_scaling=None, rope_theta=None, rope_parameters=rope)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
 

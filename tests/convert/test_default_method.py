@@ -30,8 +30,7 @@ def record(folder):
 
 def chosen(convert, source, out, *options):
     """Convert; return what was done, and what was said of it."""
-    result = convert("mha-to-gqa", source, out, "--groups", 2, *options, "--json")
-    assert result.code == 0, result.err
+    result = convert("mha-to-gqa", source, out, "--groups", 2, *options, "--json").succeeded()
     return record(out), json.loads(result.out)["notes"]
 
 
@@ -73,7 +72,7 @@ def test_without_the_default_method_another_must_be_requested(convert, tmp_path,
         "The default merge is not possible: ", why, "--method mean is the paper's merge"
     )
     assert not out.exists()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").succeeded()
 
 
 def test_contradictory_options(convert, source, tmp_path):
@@ -88,7 +87,7 @@ def test_a_damaged_tokenizer_is_no_reason_for_another_method(convert, source, tm
 
 
 def test_nothing_to_merge_needs_no_method(convert, source, tmp_path):
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).succeeded()
     assert record(tmp_path / "out")["method"] == "mean"
 
 

@@ -56,9 +56,9 @@ def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
 
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     for name in ("one", "two"):
-        assert convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--calibration", "self").code == 0
+        convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--calibration", "self").succeeded()
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
-    assert convert("verify", source, tmp_path / "one").code == 0
+    convert("verify", source, tmp_path / "one").succeeded()
     ids_NT = kept(tmp_path / "one")
     assert ids_NT.shape == (16, 64)
     assert (ids_NT[:, 0] == tokenizer_of(source).bos_token_id).all()
@@ -69,7 +69,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
 def test_another_seed_gives_another_text(convert, source, tmp_path):
     for seed in (0, 1):
         command = (*OPTIONS, "--calibration", "self", "--seed", seed)
-        assert convert("mha-to-gqa", source, tmp_path / f"out{seed}", *command).code == 0
+        convert("mha-to-gqa", source, tmp_path / f"out{seed}", *command).succeeded()
     assert (kept(tmp_path / "out0") != kept(tmp_path / "out1")).any()
 
 
@@ -162,7 +162,7 @@ def test_failing_template_is_reported(source, capsys):
 def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
     command = (*OPTIONS, "--calibration", "self")
-    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
+    convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
     write, batches = generated_text._Writer.write, []
 
     def fail_at_third_batch(self, *given):
@@ -174,7 +174,7 @@ def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
     batches.clear()
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
     assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
 
@@ -242,7 +242,7 @@ def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family)
     model = tiny.build(family, vocab_size=300, bos_token_id=0, eos_token_id=1)
     source = make_tokenizer(tiny.save(model, tmp_path / "source", "bfloat16"), 300)
     command = ("--groups", tiny.few(family), *OPTIONS[2:], "--calibration", "self")
-    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
+    convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
     assert len(np.unique(kept(tmp_path / "whole")[:, 1])) > 8
     write, batches = generated_text._Writer.write, []
 
@@ -255,10 +255,10 @@ def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family)
     monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
     assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
     batches.clear()
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
     assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_encoder_decoders_are_refused(convert, tmp_path):
@@ -293,8 +293,8 @@ def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
     """Every fourth window is held out, so each fourth must not be of the same part."""
     (tmp_path / "text.txt").write_text("words and words " * 500)
     given = f"self+{tmp_path / 'text.txt'}"
-    assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).succeeded()
+    convert("verify", source, tmp_path / "out").succeeded()
     decoded = [tokenizer_of(source).decode(row, skip_special_tokens=True) for row in kept(tmp_path / "out")]
     from_text = ["words and words" in text for text in decoded]  # the model may write one of the words too
     assert from_text == [bool((n + n // 4) % 2) for n in range(16)]

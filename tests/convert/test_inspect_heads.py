@@ -20,8 +20,7 @@ SIZE = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
 
 
 def look(convert, source):
-    result = convert("inspect", source, "--heads", "--json")
-    assert result.code == 0, result.err
+    result = convert("inspect", source, "--heads", "--json").succeeded()
     return json.loads(result.out)["heads"]
 
 

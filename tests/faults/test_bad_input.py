@@ -249,7 +249,7 @@ def test_linked_weights_in_out(convert, source, tmp_path):
 def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
     """`uptrain run converted --out converted/run` is easily written."""
     out = tmp_path / "converted"
-    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, out).succeeded()
     (out / "trained/run").mkdir(parents=True)
     (out / "trained/run/run.json").write_text("{}")
     convert("mha-to-mqa", "--method", "mean", source, out, "--overwrite").refused("a training run", "will not replace")
@@ -260,7 +260,7 @@ def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
 def test_overwrite_keeps_tokens_and_logits(convert, source, tmp_path, name):
     """`uptrain prepare --tokenizer converted --out converted/tokens` is easily written too."""
     out = tmp_path / "converted"
-    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, out).succeeded()
     (out / "data/tokens").mkdir(parents=True)
     for file in ("manifest.json", name):
         (out / "data/tokens" / file).write_text("{}")

@@ -156,6 +156,6 @@ def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):
     copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), home)
     assert not copies.keys() & weight_map.keys()
     edit_index(source, lambda index: index["weight_map"].update(copies))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).succeeded()
     edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": home}))
     convert("inspect", source).refused("model.extra.weight", "does not hold it")

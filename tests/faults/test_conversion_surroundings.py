@@ -37,7 +37,7 @@ def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
     tiny.edit_config(parent, torch_dtype="float16", dtype=None)
     out = tmp_path / "out"
     sizes = ("--latent", 16, "--rope", 4, "--calibration", "none")
-    assert convert("mha-to-mla", parent, out, *sizes).code == 0
+    convert("mha-to-mla", parent, out, *sizes).succeeded()
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
     with torch.inference_mode():
         assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(8)[None]).logits.isfinite().all()
@@ -62,7 +62,7 @@ def test_clipping_is_not_seen_in_weights(convert, tmp_path, family):
         config["clip_qkv"] = 0.3
     (folder / "config.json").write_text(json.dumps(config))
     convert("mha-to-gqa", folder, tmp_path / "out", *BY_WEIGHTS).refused("clip_qkv = 0.3", "--method mean")
-    assert convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
 
 
 def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
@@ -71,7 +71,7 @@ def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
     folder = tiny.save(tiny.build("phi3", max_position_embeddings=64), tmp_path / "source")
     tiny.edit_config(folder, rope_parameters=rope, original_max_position_embeddings=32)
-    assert convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["rope_scaling"] == {"type": "longrope", **factors}
     assert config["original_max_position_embeddings"] == 32
@@ -114,8 +114,7 @@ def test_attention_sinks_that_take_everything(convert, tmp_path):
         if name.endswith("sinks"):
             parameter.data.fill_(150.0)
     folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
-    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).succeeded()
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
 
 
@@ -167,7 +166,7 @@ def test_seeds_that_no_record_holds(convert, source, tmp_path, seed):
 
 def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
     out = tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").succeeded()
     (out / "text.txt").write_text("A text to calibrate on. " * 2000)
     text = ("--calibration", out / "text.txt", "--overwrite")
     for groups in (2, 8, 5):  # 8 heads stay 8; 5 are not possible
@@ -189,8 +188,7 @@ def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
 )
 def test_what_has_no_effect_where_the_heads_stay(convert, source, tmp_path, option, name):
     """The command does not read a text either."""
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8, *option)
-    assert result.code == 0
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8, *option).succeeded()
     assert result.err == f"Warning: {name} has no effect: the model has 8 K/V heads already.\n"
 
 
@@ -268,8 +266,7 @@ def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):
     assert result.code == 1
     assert result.err.startswith("Error: not enough memory (") and "Unable to allocate 8.00 GiB" in result.err
     assert "lacks the tensor" not in result.err
-    result = convert(*arguments)
-    assert result.code == 0, result.err
+    convert(*arguments).succeeded()
 
 
 def test_a_device_that_fails(convert, tmp_path, monkeypatch):
@@ -295,7 +292,7 @@ def test_a_device_that_fails(convert, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "convert.calibration.calibrate_layers.save_layer", lambda *given: saves.append(save_layer(*given))
     )
-    assert convert(*arguments).code == 0
+    convert(*arguments).succeeded()
     assert len(saves) == tiny.N_LAYERS - 1
 
 
@@ -335,7 +332,7 @@ def test_a_folder_where_a_file_is_written(convert, source, tmp_path, monkeypatch
 def test_folders_within_folders_of_the_source(convert, source, tmp_path):
     (source / "/".join("a" * 64)).mkdir(parents=True)
     options = ("--groups", 2, "--method", "mean")
-    assert convert("mha-to-gqa", source, tmp_path / "out", *options, "--dry-run").code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *options, "--dry-run").succeeded()
     (source / "/".join("a" * 65)).mkdir()
     convert("mha-to-gqa", source, tmp_path / "out", *options).refused("folders more than 64 levels deep")
 
@@ -345,8 +342,7 @@ def test_a_shard_of_the_longest_name(convert, source, tmp_path):
     (source / "model.safetensors").rename(source / name)
     index = {"weight_map": dict.fromkeys(tiny.tensors(source), name)}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
     assert (tmp_path / "out" / name).is_file()
     assert not list((tmp_path / "out").glob("*.partial"))
 

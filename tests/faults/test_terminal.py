@@ -113,7 +113,7 @@ def test_the_card_of_a_conversion(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "x|<img src=y>[z](w)")
     path = source / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "n_head_kv": "|<script>\n# [a](b)"}))
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
     section = (tmp_path / "out/README.md").read_text().partition("<!-- groupwise: begin -->")[2]
     assert r"| Base model | x\|\<img src=y\>\[z\](w) |" in section
     assert r"\<script\>" in section

@@ -88,7 +88,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(runs, killed, tmp_path, monkeyp
     damages = [each["damage"] for each in json.loads(verified.out)["checkpoints"]]
     assert (verified.code, [damage[:27] for damage in damages]) == (1, ["cannot be read: [Errno 116]"] * 2)
     assert checkpoints(out) == ["step-00000004", "step-00000008"]
-    assert uptrain("resume", out).code == 0
+    uptrain("resume", out).succeeded()
     assert_same_run(out, runs.expected())
 
 

@@ -32,9 +32,9 @@ def test_a_display_that_cannot_be_written(uptrain, inputs, tmp_path, monkeypatch
     def full(*arguments, **options):
         raise OSError(number, "no")
 
-    assert uptrain(*real_runs.arguments(inputs, tmp_path / "shown")).code == 0
+    uptrain(*real_runs.arguments(inputs, tmp_path / "shown")).succeeded()
     monkeypatch.setattr(progress, "echo", full)
-    assert uptrain(*real_runs.arguments(inputs, tmp_path / "silent")).code == 0
+    uptrain(*real_runs.arguments(inputs, tmp_path / "silent")).succeeded()
     real_runs.assert_same_run(tmp_path / "shown", tmp_path / "silent")
 
 
@@ -46,7 +46,7 @@ def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "evaluate", lambda *given: sizes.append(given[2]) or real(*given))
     for held_out, out in ((inputs["held_out"], "equal"), (longer, "longer-run")):
         arguments = real_runs.arguments(inputs, tmp_path / out, "--eval-data", held_out, "--micro-batch", 5, steps=4)
-        assert uptrain(*arguments).code == 0
+        uptrain(*arguments).succeeded()
     assert {*sizes[:5]} == {5} and {*sizes[5:]} == {2}, sizes
     assert TokenCache.open(longer).seq_len == 2 * TokenCache.open(inputs["data"]).seq_len
 
@@ -78,19 +78,19 @@ def test_names_of_models_in_the_hubs_cache(uptrain, inputs, tmp_path, monkeypatc
     (folder / "refs/main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     named, direct = tmp_path / "named", tmp_path / "direct"
-    assert uptrain(*real_runs.arguments({**inputs, "model": "acme/tiny"}, named, steps=4)).code == 0
-    assert uptrain(*real_runs.arguments(inputs, direct, steps=4)).code == 0
+    uptrain(*real_runs.arguments({**inputs, "model": "acme/tiny"}, named, steps=4)).succeeded()
+    uptrain(*real_runs.arguments(inputs, direct, steps=4)).succeeded()
     real_runs.assert_same_run(named, direct)
     uptrain("evaluate", "acme/other", "--data", inputs["data"]).refused("hf download acme/other")
 
 
 def test_a_run_from_random_weights_says_nothing_of_a_conversion(uptrain, convert, inputs, tmp_path):
     converted = tmp_path / "converted"
-    assert convert("mha-to-gqa", inputs["parent"], converted, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", inputs["parent"], converted, "--groups", 2, "--method", "mean").succeeded()
     run, out = tmp_path / "run", tmp_path / "out"
     fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-8, "--global-batch-tokens", 256)
-    assert uptrain("run", "--init", converted, *fixed, "--out", run).code == 0
-    assert uptrain("export", run, out).code == 0
+    uptrain("run", "--init", converted, *fixed, "--out", run).succeeded()
+    uptrain("export", run, out).succeeded()
     assert not (out / "groupwise.json").exists()
     card = (out / "README.md").read_text()
     assert "Conversion by Groupwise" not in card and "All weights are trained from random ones." in card
@@ -100,10 +100,10 @@ def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, input
     """The card says what training changed, and the plan shares only what is still the parent's."""
     converted, run, out = tmp_path / "converted", tmp_path / "run", tmp_path / "out"
     parent = inputs["parent"]
-    assert convert("mha-to-gqa", parent, converted, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", parent, converted, "--groups", 2, "--method", "mean").succeeded()
     arguments = real_runs.arguments({**inputs, "model": converted}, run, "--trainable", "all", steps=4)
-    assert uptrain(*arguments).code == 0
-    assert uptrain("export", run, out, "--dtype", "float32").code == 0
+    uptrain(*arguments).succeeded()
+    uptrain("export", run, out, "--dtype", "float32").succeeded()
     assert "this training, which changed all weights" in (out / "README.md").read_text()
     shared = {
         model: MemoryEstimator.read(model, parent, 32).memory(MemoryOptions("attention", 1)).shared
@@ -121,8 +121,22 @@ def test_the_advice_counts_adapters(uptrain, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(
         resolve_settings.MemoryEstimator, "read", lambda *given: ranks.append(given[-1]) or real(*given)
     )
-    assert uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--steps", 1, "--lr", 1,
-                   "--global-batch-tokens", 256, "--max-minutes", 0).code == 0  # fmt: skip
+    uptrain(
+        "run",
+        inputs["model"],
+        "--data",
+        inputs["data"],
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        1,
+        "--lr",
+        1,
+        "--global-batch-tokens",
+        256,
+        "--max-minutes",
+        0,
+    ).succeeded()
     assert ranks == [resolve_settings.DEFAULT_RANK]
 
 
@@ -149,8 +163,7 @@ def test_files_that_are_left_out_are_named(uptrain, tmp_path):
     (texts / "A.TXT").write_text("\n".join(SENTENCES * 20))
     (texts / "notes.md").write_text("left out")
     run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
-    result = uptrain(*run, "--global-batch-tokens", 64)
-    assert result.code == 0, result.err
+    result = uptrain(*run, "--global-batch-tokens", 64).succeeded()
     warning = f"Warning: --data: 1 files of an unknown format are left out, such as {texts / 'notes.md'}."
     assert warning in result.err.splitlines()
     assert "1 documents" in result.err
@@ -167,7 +180,7 @@ def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):
     texts.write_text("\n".join(SENTENCES * 20))
     run = ("run", model, "--data", texts, "--teacher", teacher, "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
     run += ("--global-batch-tokens", 64)
-    assert uptrain(*run, "--out", tmp_path / "same").code == 0
+    uptrain(*run, "--out", tmp_path / "same").succeeded()
     (teacher / "tokenizer.json").write_text(json.dumps(content))
     words = f"the teacher {teacher} has other ids than the student for 2 tokens, such as 'a'"
     uptrain(*run, "--out", tmp_path / "other").refused(words)
@@ -190,7 +203,7 @@ def test_a_damaged_checkpoint_takes_no_place(uptrain, inputs, tmp_path):
     """Of the last two that are kept."""
     run = tmp_path / "run"
     more = ("--save-every-steps", 3, "--keep-last", 2, "--schedule", "constant")
-    assert uptrain(*real_runs.arguments(inputs, run, *more, steps=6)).code == 0
+    uptrain(*real_runs.arguments(inputs, run, *more, steps=6)).succeeded()
     assert real_runs.checkpoints(run) == ["step-00000003", "step-00000006"]
     next((run / "checkpoints/step-00000006/tensors").glob("*.distcp")).write_bytes(b"")
     longer = tmp_path / "longer"
@@ -198,9 +211,9 @@ def test_a_damaged_checkpoint_takes_no_place(uptrain, inputs, tmp_path):
     settings = json.loads((longer / "run.json").read_text())
     settings["settings"]["save_every"], settings["settings"]["steps"] = 4, 8
     (longer / "run.json").write_text(json.dumps(settings))
-    assert uptrain("resume", longer).code == 0
+    uptrain("resume", longer).succeeded()
     assert real_runs.checkpoints(longer) == ["step-00000004", "step-00000008"]
-    assert uptrain("resume", run).code == 0
+    uptrain("resume", run).succeeded()
     assert real_runs.checkpoints(run) == ["step-00000003", "step-00000006"]
 
 
@@ -264,7 +277,7 @@ def test_the_advice_names_a_size_that_the_plan_takes(uptrain, inputs, tmp_path, 
     run = ("run", large, "--data", inputs["data"], "--out", out, "--steps", 1, "--lr", 1)
     uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", f"--memory {named}")
     plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", named)
-    assert uptrain("plan", large, *plan).code == 0
+    uptrain("plan", large, *plan).succeeded()
 
 
 def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
@@ -277,11 +290,10 @@ def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
 
 def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
     run, longer = tmp_path / "run", tmp_path / "longer"
-    assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
+    uptrain(*real_runs.arguments(inputs, run, steps=4)).succeeded()
     windows = TokenCache.open(inputs["data"]).n_windows
     per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
-    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0)
-    assert ran.code == 0, ran.err
+    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0).succeeded()
     assert "Warning: the data are read 1.89 times" in ran.err
 
 
@@ -323,8 +335,7 @@ def test_a_state_that_cannot_be_written_at_the_end(uptrain, inputs, tmp_path, mo
         real(folder, status, *rest)
 
     monkeypatch.setattr(run_module, "_write_state", full)
-    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run"))
-    assert result.code == 0
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run")).succeeded()
     assert "Warning: run_state.json could not be written" in result.err
     monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "failing"))
@@ -350,7 +361,7 @@ def test_a_run_behind_a_link(uptrain, tmp_path):
     out = tmp_path / "before/run"
     out.parent.mkdir()
     fixed = ("--seq-len", 32, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
-    assert uptrain("run", model, "--data", tmp_path / "texts.txt", "--out", out, *fixed).code == 0
+    uptrain("run", model, "--data", tmp_path / "texts.txt", "--out", out, *fixed).succeeded()
     out.parent.rename(tmp_path / "after")
     (tmp_path / "latest").symlink_to("after/run")
-    assert uptrain("resume", tmp_path / "latest").code == 0
+    uptrain("resume", tmp_path / "latest").succeeded()

@@ -186,7 +186,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
     """
     source = saved(family, changes, n_kv_heads, **SIZE)
     out, again, back = (tmp_path / name for name in ("out", "again", "back"))
-    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(out)
     check_mean(family, before, after, groups, n_kv_heads)
     repeated = with_repeated_heads(family, after, before, groups, n_kv_heads)
@@ -202,7 +202,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
             assert sum(replace_norm(name, module) for name, module in model.named_modules()) == tiny.N_LAYERS
     assert difference(parent, child) <= ROUNDING
 
-    assert convert("mha-to-gqa", "--method", "mean", again, back, "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", again, back, "--groups", groups).succeeded()
     merged_again = tiny.tensors(back)
     assert merged_again.keys() == after.keys()
     assert all(torch.equal(merged_again[name], tensor) for name, tensor in after.items())
@@ -212,7 +212,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
 def test_verify_and_inspect(convert, saved, tmp_path, family, changes):
     source, out = saved(family, changes), tmp_path / "out"
     row = json.loads(convert("inspect", source, "--json").out)["groups"][2]
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "random").code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "random").succeeded()
     assert row["groups"] == 2
     assert row["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(out).values())
     result = convert("verify", source, out, "--json")
@@ -329,7 +329,7 @@ def test_only_the_wrapped_language_model_changes(convert, saved, tmp_path, spell
     for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
         file.unlink()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     after = tiny.tensors(tmp_path / "out")
     changed = {name for name, tensor in after.items() if tensor.shape != tensors[name].shape}
     assert changed == {f"{spelling}layers.{i}.self_attn.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
@@ -354,9 +354,9 @@ def test_shards_that_lose_all_their_tensors_are_gone(convert, tmp_path):
         save_file({name: tensors[name]}, source / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(names) - 2 * 6
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
     open_folder("stablelm", tmp_path / "out")
 
 

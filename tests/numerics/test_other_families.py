@@ -86,7 +86,7 @@ def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"alibi": False, "parallel_attn": True}])
 def test_falcon_becomes_multi_query(convert, tmp_path, changes):
     source = tiny.save(falcon(**changes), tmp_path / "source")
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     for name, tensor in before.items():
         expected = mean_by_group(tensor, 1) if "query_key_value" in name else tensor
@@ -101,7 +101,7 @@ def test_falcon_becomes_multi_query(convert, tmp_path, changes):
     repeated = {n: repeat_by_head(t, 1) if "query_key_value" in n else t for n, t in child.state_dict().items()}
     parent.load_state_dict(repeated)
     assert_equal(logits(parent), logits(child))
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_falcon_shape_probe(tmp_path):
@@ -120,7 +120,7 @@ def test_falcon_merges_to_one_group_only(convert, tmp_path):
     summary = json.loads(convert("inspect", source, "--json").out)
     assert [row["groups"] for row in summary["groups"]] == [8, 1]
     assert summary["repeats"] == []
-    assert convert("to-hf", source, tmp_path / "same").code == 0
+    convert("to-hf", source, tmp_path / "same").succeeded()
     assert (tmp_path / "same/config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
@@ -222,7 +222,7 @@ STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration, mt5: MT5F
 def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     """Merged heads are the mean; the model we write the code for is the stock one with those repeated."""
     source = tiny.save(make(**changes), tmp_path / "source", max_shard_size="100KB")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", groups).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -236,10 +236,8 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     more = {} if make is gpt_neox else DECODER
     assert_equal(logits(parent, **more), logits(child, **more))
 
-    result = convert("verify", source, tmp_path / "out")
-    assert result.code == 0, result.err
-    back = convert("mha-to-gqa", "--method", "mean", tmp_path / "again", tmp_path / "back", "--groups", groups)
-    assert back.code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
+    convert("mha-to-gqa", "--method", "mean", tmp_path / "again", tmp_path / "back", "--groups", groups).succeeded()
     assert all(torch.equal(t, after[name]) for name, t in tiny.tensors(tmp_path / "back").items())
 
 
@@ -247,7 +245,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
 def test_shape_probe_of_our_classes(convert, tmp_path, make):
     """Our class with fewer K/V heads saves exactly the tensors and shapes that we plan to write."""
     source = tiny.save(make(), tmp_path / "source")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).succeeded()
     for groups in (2, 1):
         tiny.edit_config(tmp_path / "out", num_key_value_heads=groups)
         torch.manual_seed(0)
@@ -264,9 +262,9 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
     """Merging in two steps is merging in one, up to rounding; repeating gives the same model; heads may stay."""
     source = tiny.save(make(), tmp_path / "source")
     first, second, direct, wide = (tmp_path / name for name in ("first", "second", "direct", "wide"))
-    assert convert("mha-to-gqa", "--method", "mean", source, first, "--groups", 4).code == 0
-    assert convert("mha-to-gqa", "--method", "mean", first, second, "--groups", 2).code == 0
-    assert convert("mha-to-gqa", "--method", "mean", source, direct, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, first, "--groups", 4).succeeded()
+    convert("mha-to-gqa", "--method", "mean", first, second, "--groups", 2).succeeded()
+    convert("mha-to-gqa", "--method", "mean", source, direct, "--groups", 2).succeeded()
     for name, tensor in tiny.tensors(direct).items():
         assert torch.allclose(tiny.tensors(second)[name], tensor, atol=1e-7)
     assert (second / "config.json").read_bytes() == (direct / "config.json").read_bytes()
@@ -274,12 +272,12 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
         file = f"{code.rpartition('.')[2]}.py"
         assert (second / file).read_bytes() == (ROOT / "model/remote_code" / file).read_bytes()
 
-    assert convert("repeat-kv", direct, wide, "--groups", 8).code == 0
+    convert("repeat-kv", direct, wide, "--groups", 8).succeeded()
     more = {} if make is gpt_neox else DECODER
     assert_equal(logits(opened(direct, OURS[make]), **more), logits(opened(wide, OURS[make]), **more))
-    assert convert("verify", direct, wide).code == 0
+    convert("verify", direct, wide).succeeded()
 
-    assert convert("to-hf", source, tmp_path / "same").code == 0
+    convert("to-hf", source, tmp_path / "same").succeeded()
     assert (tmp_path / "same/config.json").read_bytes() == (source / "config.json").read_bytes()
     assert not list((tmp_path / "same").glob("modeling_*_gqa.py"))
 
@@ -287,7 +285,7 @@ def test_what_we_wrote_is_read_again(convert, tmp_path, make):
 @pytest.mark.parametrize("make", OURS)
 def test_config_card_and_record_name_the_code(convert, tmp_path, make):
     source = tiny.save(make(), tmp_path / "source")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     config, before = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", source))
     name = {gpt_neox: "gpt_neox_gqa"}.get(make, "t5_gqa")
     assert config["model_type"] == name
@@ -318,7 +316,7 @@ def test_logits_of_mt5_are_not_scaled(convert, tmp_path, has_head, tie):
         tensors[name] = repeated(name, merged(name, tensors[name], 2), 2)
     tensors |= {"lm_head.weight": torch.randn_like(tensors["shared.weight"])} if has_head else {}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert_equal(
         logits(opened(source, MT5ForConditionalGeneration), **DECODER),
         logits(opened(tmp_path / "out", T5GQAForConditionalGeneration), **DECODER),
@@ -331,7 +329,7 @@ def test_settings_of_mt5_that_are_left_out(convert, tmp_path):
     source = tiny.save(AutoModelForSeq2SeqLM.from_config(config), tmp_path / "source")
     left_out = ("num_heads", "num_layers", "num_decoder_layers", "d_ff", "feed_forward_proj", "decoder_start_token_id")
     tiny.edit_config(source, **dict.fromkeys((*left_out, "is_gated_act", "dense_act_fn"), ...))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     child = opened(tmp_path / "out", T5GQAForConditionalGeneration).config
     assert {name: getattr(child, name) for name in left_out} == {name: getattr(config, name) for name in left_out}
 
@@ -350,7 +348,7 @@ def test_classes_without_remote_code(convert, tmp_path, architectures):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
         f"architectures = {None if architectures is ... else architectures}", "GPTNeoXForCausalLM, GPTNeoXModel"
     )
-    assert convert("to-hf", source, tmp_path / "out").code == 0
+    convert("to-hf", source, tmp_path / "out").succeeded()
 
 
 def test_pythias_old_buffers_stay(convert, tmp_path):
@@ -363,7 +361,7 @@ def test_pythias_old_buffers_stay(convert, tmp_path):
         buffers[f"{stem}.masked_bias"] = torch.tensor(-1e9)
         buffers[f"{stem}.rotary_emb.inv_freq"] = torch.ones(2)
     save_file({**tiny.tensors(source), **buffers}, source / "model.safetensors", metadata={"format": "pt"})
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     after = tiny.tensors(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in buffers.items())
     _, loading = GPTNeoXGQAForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -407,7 +405,7 @@ def mpt(folder: Path, code: str = "kv_n_heads = 1", norms: bool = False) -> Path
 def test_mpt(convert, tmp_path, norms):
     """[q | k | v], and the code is told of groups (llm-foundry 0.22, `GroupedQueryAttention`)."""
     source = mpt(tmp_path / "source", norms=norms)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     for name, tensor in before.items():
         expected = tensor
@@ -419,9 +417,9 @@ def test_mpt(convert, tmp_path, norms):
         assert torch.equal(after[name], expected), name
     attention = {"attn_type": "grouped_query_attention", "alibi": True, "kv_n_heads": 2}
     assert json.loads((tmp_path / "out/config.json").read_text()) == {**MPT, "attn_config": attention}
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["attention"] == "GQA-2"
-    assert convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--groups", 4).code == 0
+    convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--groups", 4).succeeded()
     convert("mha-to-gqa", "--method", "mean", tmp_path / "out", tmp_path / "one", "--groups", 1)
     assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1
 
@@ -430,7 +428,7 @@ def test_mpt(convert, tmp_path, norms):
 def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
     source = mpt(tmp_path / "source")
     tiny.edit_config(source, attn_config=settings)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     written = json.loads((tmp_path / "out/config.json").read_text())["attn_config"]
     assert written == {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 
@@ -456,7 +454,7 @@ def test_mpt_code_that_cannot_open_the_output(convert, tmp_path, code, changes, 
 def test_the_checkpoints_own_code_is_read_and_not_run(convert, tmp_path):
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')  # kv_n_heads"
     source = mpt(tmp_path / "source", trap)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert (tmp_path / "out/modeling_mpt.py").read_text() == trap
     assert not (tmp_path / "ran").exists()
 

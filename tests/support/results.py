@@ -1,6 +1,7 @@
 """What a command did."""
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass
@@ -10,6 +11,11 @@ class Result:
     code: int
     out: str
     err: str
+
+    def succeeded(self) -> Self:
+        """Check for exit code 0; return this result."""
+        assert self.code == 0, self.err
+        return self
 
     def refused(self, *words: str) -> None:
         """Check for one clear line on stderr that holds all `words`, exit code 2, and nothing on stdout."""

@@ -111,7 +111,7 @@ def test_frozen_parameters_take_what_their_modules_hold(tmp_path, convert, famil
     """Norms, scaled embeddings and joined experts of transformers' classes are float32, and the teacher has its own."""
     parent = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / "parent", "bfloat16")
     model = tmp_path / "model"
-    assert convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).succeeded()
     student = load_student(model, part, 4)
     needed = MemoryEstimator.read(model, parent, 32, lora_rank=4).memory(MemoryOptions(part, 1))
     parameters = list(student.parameters())
@@ -270,11 +270,11 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     out = tmp_path / "run"
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
     fixed += ("--global-batch-tokens", 8192)
-    assert uptrain(*fixed, "--out", out, "--max-minutes", 0).code == 0
+    uptrain(*fixed, "--out", out, "--max-minutes", 0).succeeded()
     chosen = json.loads((out / "run.json").read_text())["settings"]["micro_batch"]
     assert chosen <= windows < 2 * chosen
     other = tmp_path / "other"
-    assert uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).code == 0
+    uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).succeeded()
     assert json.loads((other / "run.json").read_text())["settings"]["micro_batch"] == 300
 
 
@@ -294,7 +294,7 @@ def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypa
     assert not device_memory.has_estimate(config)
     out = tmp_path / "run"
     fixed = ("run", "--init", inputs["parent"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
-    assert uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).code == 0
+    uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).succeeded()
     assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256 // 32
 
 

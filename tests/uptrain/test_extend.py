@@ -19,8 +19,8 @@ def test_its_record(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     more = ("--original-tokens", 256 * 100, "--eval-data", inputs["held_out"], "--eval-every", 2)
     more += ("--save-every-steps", 5)  # and where the decay begins, at 4
-    assert uptrain(*real_runs.arguments(inputs, short, *more, steps=5)).code == 0
-    assert uptrain("extend", short, "--out", longer, "--alpha", 0.08).code == 0
+    uptrain(*real_runs.arguments(inputs, short, *more, steps=5)).succeeded()
+    uptrain("extend", short, "--out", longer, "--alpha", 0.08).succeeded()
     before, after = (json.loads((run / "run.json").read_text()) for run in (short, longer))
     assert after["parent"] == {"run": str(short), "step": 4}
     assert after["settings"] == {**before["settings"], "steps": 8}
@@ -36,8 +36,8 @@ def test_its_record(uptrain, inputs, tmp_path):
 
 def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
-    assert uptrain(*real_runs.arguments(inputs, short, steps=5)).code == 0
-    assert uptrain("extend", short, "--out", longer, "--steps", 6, "--max-minutes", 0).code == 0
+    uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
+    uptrain("extend", short, "--out", longer, "--steps", 6, "--max-minutes", 0).succeeded()
     assert json.loads((longer / "run.json").read_text())["budget"]["alpha"] is None
     uptrain("extend", short, "--out", longer, "--steps", 6).refused("exists already")
     uptrain("extend", short, "--out", tmp_path / "other", "--alpha", 0.1).refused("give --tokens or --steps")
@@ -66,7 +66,7 @@ def test_refusals(uptrain, tmp_path, settings, steps, words):
 ])  # fmt: skip
 def test_other_inputs_than_those_of_the_run(uptrain, inputs, tmp_path, name, other, words):
     short, place = tmp_path / "short", shutil.copytree(inputs[name], tmp_path / name)
-    assert uptrain(*real_runs.arguments({**inputs, name: place}, short, loss="distill", steps=5)).code == 0
+    uptrain(*real_runs.arguments({**inputs, name: place}, short, loss="distill", steps=5)).succeeded()
     shutil.rmtree(place)
     shutil.copytree(inputs[other], place)
     before = tiny.snapshot(short)
@@ -86,14 +86,13 @@ def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monke
     """The data of a run on texts move with it: they lie beside it, under its name."""
     cache, run = shutil.copytree(inputs["data"], tmp_path / "one.data"), tmp_path / "one"
     given = {**inputs, "data": cache}
-    assert uptrain(*real_runs.arguments(given, run, "--max-minutes", 0)).code == 0
+    uptrain(*real_runs.arguments(given, run, "--max-minutes", 0)).succeeded()
     for path in (cache, run):
         path.rename(path.with_name(path.name.replace("one", "two")))
     monkeypatch.chdir(tmp_path / "two")
-    resumed = uptrain("resume", place)
-    assert resumed.code == 0
+    resumed = uptrain("resume", place).succeeded()
     assert f"uptrain export {tmp_path}/two FOLDER" in resumed.out
-    assert uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).code == 0
+    uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).succeeded()
     assert json.loads((tmp_path / "longer/run.json").read_text())["settings"]["data"] == str(tmp_path / "two.data")
 
 

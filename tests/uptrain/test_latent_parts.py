@@ -42,7 +42,7 @@ def make_pair(convert, folder, dtype="bfloat16", norm="eps", epsilon=1e-5, **cha
     """Write a parent and its conversion to latent attention."""
     parent = latent.make_source(folder / "parent", dtype=dtype, vocab_size=VOCAB, rms_norm_eps=epsilon, **changes)
     size = ("--latent", 12, "--rope", 8, "--latent-norm", norm, "--calibration", "none")
-    assert convert("mha-to-mla", parent, folder / "mla", *size).code == 0
+    convert("mha-to-mla", parent, folder / "mla", *size).succeeded()
     return {"model": folder / "mla", "parent": parent}
 
 
@@ -166,8 +166,8 @@ def test_an_export_is_the_model_that_was_trained(convert, uptrain, tmp_path, par
     assert weights and all(OF_PART[part].search(name) for name in weights), weights.keys()
     live = load_student(inputs["model"], part, 4)
     live.load_state_dict(weights, strict=False)
-    assert uptrain("export", run, tmp_path / "out").code == 0
-    assert uptrain("export", run, tmp_path / "wide", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
+    uptrain("export", run, tmp_path / "wide", "--dtype", "float32").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     written, differing = WRITTEN[PARTS.index(part)], set()

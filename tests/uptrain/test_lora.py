@@ -116,8 +116,8 @@ def test_export_merges_the_adapters(inputs, tmp_path, uptrain, family):
     drive([{"arguments": arguments(inputs, run, *LORA, steps=4)}])
     stored = tensors(run / "checkpoints/step-00000004")
     assert all("lora_" in name for name in stored if name.startswith("model.")), stored.keys()
-    assert uptrain("export", run, tmp_path / "out").code == 0
-    assert uptrain("export", run, tmp_path / "wide", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
+    uptrain("export", run, tmp_path / "wide", "--dtype", "float32").succeeded()
     before, after, wide = (tiny.tensors(folder) for folder in (inputs["model"], tmp_path / "out", tmp_path / "wide"))
     assert before.keys() == after.keys()
     prefix = "model.student." if family == "llama" else "model.student.theirs."
@@ -153,7 +153,7 @@ def test_the_export_is_the_model_that_was_trained(inputs, tmp_path, uptrain):
     run = tmp_path / "run"
     more = (*LORA, "--eval-data", inputs["held_out"], "--lr", 0.01)
     drive([{"arguments": arguments(inputs, run, *more, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     result = uptrain("evaluate", tmp_path / "out", "--data", inputs["held_out"], "--json")
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     first, *_, last = record["evaluations"]

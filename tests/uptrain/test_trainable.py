@@ -113,7 +113,7 @@ def test_an_export_keeps_the_bytes_of_the_rest(inputs, tmp_path, uptrain, family
     stored = tensors(run / "checkpoints/step-00000004")
     assert all(OF_PART[part].search(name) for name in stored if name.startswith("model.")), stored.keys()
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
-    assert uptrain("export", run, tmp_path / "out").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in after.items():
@@ -229,7 +229,7 @@ def test_a_family_that_is_not_converted(inputs, tmp_path, uptrain, part):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gptj")
     run, out = tmp_path / "run", tmp_path / "out"
     drive([{"arguments": arguments({**inputs, "model": tmp_path / "gptj"}, run, "--trainable", part, steps=4)}])
-    assert uptrain("export", run, out, "--dtype", "float32").code == 0
+    uptrain("export", run, out, "--dtype", "float32").succeeded()
     before, after = tiny.tensors(tmp_path / "gptj"), tiny.tensors(out)
     assert before.keys() == after.keys()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
