@@ -15,8 +15,8 @@ from tiny_tokenizers import make_tokenizer
 from model.common import tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
-FIT = {"method": "fit", "refit": True, "refine": 1024}
-MEAN = {"method": "mean", "refit": False, "calibration": None}
+FIT_RECORD = {"method": "fit", "refit": True, "refine": 1024}
+MEAN_RECORD = {"method": "mean", "refit": False, "calibration": None}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def chosen(convert, source, out, *options):
 
 def test_fit_refit_and_refine_where_the_model_can_run(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
-    assert plan.items() >= FIT.items()
+    assert plan.items() >= FIT_RECORD.items()
     assert plan["calibration"]["text"] == "shipped"
     assert not notes
     chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit", "--refine", 1024)
@@ -45,13 +45,13 @@ def test_fit_refit_and_refine_where_the_model_can_run(convert, source, tmp_path)
 
 def test_given_options_are_kept(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 0)
-    assert plan.items() >= {**FIT, "refine": 0}.items()
+    assert plan.items() >= {**FIT_RECORD, "refine": 0}.items()
     assert not notes
 
 
 def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", "--calibration", "none")
-    assert plan.items() >= MEAN.items()
+    assert plan.items() >= MEAN_RECORD.items()
     assert not notes
 
 
@@ -99,7 +99,7 @@ def test_without_torch(source, tmp_path):
     assert "calibrating runs the model, which needs torch" in refused.stderr
     assert "--method mean" in refused.stderr
     subprocess.run([*command, "--method", "mean"], capture_output=True, check=True)
-    assert record(tmp_path / "out").items() >= MEAN.items()
+    assert record(tmp_path / "out").items() >= MEAN_RECORD.items()
 
 
 def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):

@@ -6,9 +6,9 @@ import struct
 import numpy as np
 import pytest
 import tiny
+from commands import refuser
 from gguf_files import write_gguf
 from limits import bounded
-from refusals import refuser
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.header import MAX_ELEMENTS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import refuser
 from damage import rewrite
-from refusals import refuser
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny
 import torch
+from commands import refuser
 from damage import edit_index
-from refusals import refuser
 from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 

@@ -6,8 +6,8 @@ import os
 import pytest
 import tiny
 import torch
+from commands import refuser
 from damage import rewrite
-from refusals import refuser
 from transformers import T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -8,9 +8,9 @@ import sys
 import pytest
 import tiny
 import torch
+from commands import left_behind
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from staged import left_behind
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,10 +9,10 @@ import latent
 import pytest
 import tiny
 import torch
+from commands import left_behind
 from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
-from staged import left_behind
 from tiny_tokenizers import make_tokenizer
 
 from convert import conversion

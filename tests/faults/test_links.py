@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import MEAN
 from tiny_tokenizers import make_tokenizer
 
 SECRET = b"a key of this machine"
@@ -27,9 +28,6 @@ def all_bytes(folder):
 
 def skipped_files(convert, source):
     return json.loads(convert("inspect", source, "--json").out)["left_out"]
-
-
-MEAN = ("--groups", 2, "--method", "mean")
 
 
 def test_links_out_of_source_are_not_copied(convert, source, tmp_path, secret):

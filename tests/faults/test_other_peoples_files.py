@@ -8,7 +8,7 @@ import stat
 import pytest
 import real_runs
 import tiny
-from staged import MEAN, left_behind
+from commands import MEAN, left_behind
 
 # Files that appear during the work
 

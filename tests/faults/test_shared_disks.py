@@ -18,8 +18,8 @@ import forks
 import pytest
 import real_runs
 import tiny
+from commands import MEAN, left_behind
 from self_kill import run_self_killing
-from staged import MEAN, left_behind
 
 from model.common.errors import InputError
 from model.common.files import FileLock, LockedError, StoppedError, file_sha256, lies_in

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from staged import MEAN, left_behind
+from commands import MEAN, left_behind
 
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
