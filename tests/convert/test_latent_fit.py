@@ -1,6 +1,5 @@
 """Latent attention that is fitted to a calibration text: what it loses, that it repeats, and what verify finds."""
 
-import hashlib
 import json
 import signal
 from pathlib import Path
@@ -10,9 +9,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from damage import edit_tensors, rewrite, sign
 from latent import divergence
 from latent_reference import attend
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,13 +73,8 @@ def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
     """Even where the record says that it should be so."""
     out = tmp_path / "out"
     convert("mha-to-mla", source, out, *QUICK, "--max-shard-size", "1GB").succeeded()
-    tensors = load_file(out / "model.safetensors")
-    name = f"model.layers.1.self_attn.{part}.weight"
-    tensors[name] *= 1.5
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    record = json.loads((out / "groupwise.json").read_text())
-    record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
-    (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
+    rewrite(out, lambda tensors: tensors[f"model.layers.1.self_attn.{part}.weight"].mul_(1.5))
+    sign(out)
     result = convert("verify", source, out)
     assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 
@@ -87,7 +82,7 @@ def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
 def test_verify_finds_a_change_of_any_kind(convert, source, tmp_path):
     out = tmp_path / "out"
     convert("mha-to-mla", source, out, *QUICK).succeeded()
-    latent.edit_tensors(out, lambda name, t: t * 1.0001 if "layers.0.self_attn.o_proj" in name else t)
+    edit_tensors(out, lambda name, t: t * 1.0001 if "layers.0.self_attn.o_proj" in name else t)
     tiny.edit_config(out, rms_norm_eps=1e-5)
     result = convert("verify", source, out)
     assert result.code == 3

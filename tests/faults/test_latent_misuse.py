@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from commands import left_behind
+from damage import edit_tensors
 from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
@@ -169,7 +170,7 @@ def test_damaged_weights(refused, source):
     def damaged(name, tensor):
         return torch.full_like(tensor, torch.nan) if name.endswith("layers.1.self_attn.v_proj.weight") else tensor
 
-    latent.edit_tensors(source, damaged)
+    edit_tensors(source, damaged)
     refused("v_proj.weight holds NaN")
 
 

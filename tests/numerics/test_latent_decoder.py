@@ -4,7 +4,7 @@ import latent
 import pytest
 import tiny
 import torch
-from damage import rewrite
+from damage import edit_tensors, rewrite
 from transformers import AutoModelForCausalLM
 
 from model import generate, load_model
@@ -74,7 +74,7 @@ def test_generation_is_greedy_as_transformers(folder):
 def test_a_norm_that_is_not_undone_is_refused(convert, folder):
     from model.common.errors import CheckpointError
 
-    latent.edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
+    edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
     with pytest.raises(CheckpointError, match=r"layers\.1.*the norm of the latent is not undone"):
         load_model(folder)
 
@@ -99,7 +99,7 @@ def test_what_other_programs_have_trained_is_not_dropped(convert, tmp_path, name
     folder = tmp_path / "out"
     convert("mha-to-mla", source, folder, *WAYS["bias"], "--calibration", "none").succeeded()
     load_model(folder)
-    latent.edit_tensors(folder, lambda each, t: change(t) if each.endswith(name) else t)
+    edit_tensors(folder, lambda each, t: change(t) if each.endswith(name) else t)
     with pytest.raises(CheckpointError, match=rf"{name}.*the norm of the latent is not undone"):
         load_model(folder)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from latent import config, divergence, edit_tensors, logits, make_source, make_unfolded
+from damage import edit_tensors
+from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
 
 from convert.latent.closed_form import moments_from_norm, solve

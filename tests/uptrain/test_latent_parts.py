@@ -7,6 +7,7 @@ import latent
 import pytest
 import tiny
 import torch
+from damage import edit_tensors
 from real_runs import (
     LAYOUTS,
     VOCAB,
@@ -207,7 +208,7 @@ def test_another_model_is_refused(inputs, tmp_path, uptrain):
     def edit(name, tensor):
         return tensor + (1 if name.endswith("layers.1.self_attn.q_proj.weight") else 0)
 
-    latent.edit_tensors(inputs["model"], edit)
+    edit_tensors(inputs["model"], edit)
     for command in (("resume", run), ("export", run, tmp_path / "out")):
         uptrain(*command).refused("holds other tensors than when the run began")
     assert not (tmp_path / "out").exists()
