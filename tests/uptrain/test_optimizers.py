@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from real_runs import LAYOUTS, arguments, assert_same_run, drive, make_inputs, steps
+from real_runs import LAYOUTS, arguments, assert_layouts_train_alike, assert_same_run, drive, make_inputs, steps
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -143,12 +143,7 @@ def test_adafactor_takes_the_steps_of_its_paper(scale):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adafactor_trains_shards_as_one_process_does(inputs, tmp_path):
-    losses = []
-    for layout, how in LAYOUTS.items():
-        drive([{"arguments": arguments(inputs, tmp_path / layout, "--optimizer", "adafactor", steps=6)}], *how)
-        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert_layouts_train_alike(inputs, tmp_path, "--optimizer", "adafactor", n_steps=6)
 
 
 def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatch):

@@ -12,16 +12,24 @@ import tiny
 import torch
 from caches import write_cache
 from limits import few_files
-from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
+from real_runs import (
+    LAYOUT_CASES,
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_same_run,
+    drive,
+    evaluations,
+    make_inputs,
+    records,
+    steps,
+)
 from tiny_tokenizers import make_tokenizer
 
 from uptrain import teach as teach_module
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
-
-SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +113,7 @@ def test_held_out_text_is_measured_without_the_teacher(inputs, teach, tmp_path):
     assert all(set(evaluation) == {"targets", "loss"} for _, evaluation in evaluations(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("layout", CELLS)
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, teach, tmp_path, layout):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     more = ("--teacher-logits", teach(tmp_path / "logits", "--top-k", 16))
