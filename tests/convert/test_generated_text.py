@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny
-from numerics.test_other_families import t5
+from other_families import t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
@@ -159,24 +159,34 @@ def test_failing_template_is_reported(source, capsys):
     assert (ids_NT[:, 0] == 0).all()
 
 
-def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
-    command = (*OPTIONS, "--calibration", "self")
-    convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
-    write, batches = generated_text._Writer.write, []
+@pytest.fixture
+def check_continued(convert, tmp_path, monkeypatch):
+    """Return a function that converts SOURCE to `whole`, and to `out` with a failure at the third of four batches."""
 
-    def fail_at_third_batch(self, *given):
-        if len(batches) == 2:
-            raise OSError("no space left")
-        batches.append(given)
-        return write(self, *given)
+    def check(source, *options):
+        monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
+        command = (*options, "--calibration", "self")
+        convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
+        write, batches = generated_text._Writer.write, []
 
-    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
-    batches.clear()
-    convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
-    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
-    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+        def fail_at_third_batch(self, *given):
+            if len(batches) == 2:
+                raise OSError("no space left")
+            batches.append(given)
+            return write(self, *given)
+
+        monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
+        assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
+        batches.clear()
+        convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
+        assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
+        assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+
+    return check
+
+
+def test_killed_and_continued(source, check_continued):
+    check_continued(source, *OPTIONS)
 
 
 def test_a_model_too_large_for_memory(convert, source, tmp_path, monkeypatch):
@@ -236,28 +246,12 @@ def test_any_seed(source):
     "family",
     ["phi", "llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon", "gemma2", "qwen3_moe"))],
 )
-def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family):
+def test_families_that_transformers_runs(convert, tmp_path, check_continued, family):
     """Their text is the class's own, the same again after a kill, and `verify` repeats it."""
-    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
     model = tiny.build(family, vocab_size=300, bos_token_id=0, eos_token_id=1)
     source = make_tokenizer(tiny.save(model, tmp_path / "source", "bfloat16"), 300)
-    command = ("--groups", tiny.few(family), *OPTIONS[2:], "--calibration", "self")
-    convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
+    check_continued(source, "--groups", tiny.few(family), *OPTIONS[2:])
     assert len(np.unique(kept(tmp_path / "whole")[:, 1])) > 8
-    write, batches = generated_text._Writer.write, []
-
-    def fail_at_third_batch(self, *given):
-        if len(batches) == 2:
-            raise OSError("no space left")
-        batches.append(given)
-        return write(self, *given)
-
-    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
-    batches.clear()
-    convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
-    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
-    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
     convert("verify", source, tmp_path / "out").succeeded()
 
 

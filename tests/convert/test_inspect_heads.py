@@ -7,8 +7,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
+from equivalent_heads import equivalent_mha
 from safetensors.torch import save_file
-from test_layer_methods import equivalent_mha
 
 from convert.inspection.figure import draw_png
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from rounding import ROUNDING
 from safetensors.torch import save_file
+from stock_families import CASES, SIZE, difference, open_folder
 from transformers import AutoConfig
 
 from convert.merging.recipe import Recipe
@@ -23,30 +24,8 @@ from model.common.errors import CheckpointError
 from model.families import FAMILIES, NATIVE_FAMILIES, find_family
 from model.geometry import read_geometry
 
-# Layouts beside the plain one.
-VARIANTS = {
-    "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
-    "ernie4_5": [{"use_bias": True}],
-    "gemma": [{"tie_word_embeddings": True}],
-    "glm": [{"attention_bias": True}],
-    "granite": [{"attention_bias": True}],
-    "llama": [{"attention_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 24}],
-    "mistral": [{"head_dim": 24}],
-    "nemotron": [{"head_dim": 24}],
-    "olmo": [{"clip_qkv": 0.1}],
-    "olmo2": [{"attention_bias": True}],
-    "phi": [{"qk_layernorm": True}],
-    "phimoe": [{"attention_bias": True}],
-    "qwen2": [{"tie_word_embeddings": True}],
-    "qwen3": [{"head_dim": 24, "attention_bias": True}],
-    "stablelm": [{"use_qkv_bias": True}, {"qk_layernorm": True}],
-    "starcoder2": [{"use_bias": False}],
-}
-CASES = [(family, changes) for family in tiny.STOCK for changes in [{}, *VARIANTS.get(family, [])]]
 # The keys of all heads are normalised together.
 FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
-# Wide enough that the matrix products of the two models, which have different numbers of columns, run the same way.
-SIZE = {"hidden_size": 128, "intermediate_size": 192}
 N_HEADS = tiny.N_HEADS
 
 
@@ -65,15 +44,6 @@ def saved(tmp_path_factory):
         return folders[key]
 
     return save
-
-
-def open_folder(family: str, folder: Path):
-    """Open a folder in transformers and check that every tensor found its place."""
-    model, loading = tiny.model_class(family).from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager"
-    )
-    assert not any(loading.values()), loading
-    return model.eval()
 
 
 # Which tensors depend on the number of K/V heads
@@ -147,14 +117,6 @@ def check_mean(
         elif "qkv_proj" in name:
             n_query_rows = len(tensor) * N_HEADS // (N_HEADS + 2 * groups)
             assert torch.equal(tensor[:n_query_rows], before[name][:n_query_rows])
-
-
-def difference(parent: torch.nn.Module, child: torch.nn.Module) -> float:
-    ids = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        logits = parent(input_ids=ids).logits
-        assert logits.std() > 1e-3
-        return (logits - child(input_ids=ids).logits).abs().max().item()
 
 
 def replace_norm(name: str, module: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from numerics.test_other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK, mt5, t5
+from other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK_CLASSES, mt5, t5
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
@@ -57,7 +57,7 @@ def plain(folder, model_class):
 @pytest.mark.parametrize(("make", "changes"), [*((t5, changes) for changes in CASES), (mt5, {})])
 def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     folder = tiny.save(make(**changes), tmp_path / "source")
-    parts, outputs, all_weights = plain(folder, STOCK[make])
+    parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = EncoderDecoderLayers(checkpoint, LENGTH)
         merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).layers

@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from other_families import HEAD_DIM, HIDDEN, MPT, N_HEADS, STOCK_CLASSES, falcon, gpt_neox, mpt, mt5, t5
 from rounding import ROUNDING
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    FalconConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     MT5Config,
     MT5ForConditionalGeneration,
     T5Config,
-    T5ForConditionalGeneration,
 )
 
 from convert.merging.recipe import Recipe
@@ -32,25 +29,6 @@ from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
 
 ROOT = Path(__file__).parents[2]
-N_HEADS, HEAD_DIM = 8, 16
-HIDDEN = N_HEADS * HEAD_DIM
-
-
-def randomised(model):
-    """Let biases be random too, which classes begin with zeros."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
-
-
-def falcon(multi_query: bool = False, **changes):
-    torch.manual_seed(0)
-    config = FalconConfig(
-        vocab_size=67, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=N_HEADS, multi_query=multi_query,
-        new_decoder_architecture=False, **{"alibi": True, "bias": True, "parallel_attn": False, **changes},
-    )  # fmt: skip
-    return randomised(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def repeat_by_head(fused: torch.Tensor, groups: int) -> torch.Tensor:
@@ -157,28 +135,6 @@ def test_falcon_7b_is_multi_query_already(convert, tmp_path):
 # GPT-NeoX and T5, with code of ours
 
 
-def gpt_neox(**changes):
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=67, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=N_HEADS, intermediate_size=192,
-        max_position_embeddings=64, **{"tie_word_embeddings": False, **changes},
-    )  # fmt: skip
-    return randomised(AutoModelForCausalLM.from_config(config))
-
-
-def t5(config_class=T5Config, **changes):
-    torch.manual_seed(0)
-    config = config_class(
-        d_model=HIDDEN, d_ff=192, num_heads=N_HEADS, decoder_start_token_id=0, dropout_rate=0.0,
-        **{"vocab_size": 67, "d_kv": HEAD_DIM, "num_layers": 2, **changes},
-    )  # fmt: skip
-    return randomised(AutoModelForSeq2SeqLM.from_config(config))
-
-
-def mt5(**changes):
-    return t5(MT5Config, **changes)
-
-
 CASES = [
     *((gpt_neox, changes) for changes in ({}, {"attention_bias": False}, {"use_parallel_residual": False})),
     *((t5, changes) for changes in ({}, {"d_kv": 24, "num_decoder_layers": 3})),
@@ -214,7 +170,6 @@ def repeated(name: str, tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 OURS = {gpt_neox: GPTNeoXGQAForCausalLM, t5: T5GQAForConditionalGeneration, mt5: T5GQAForConditionalGeneration}
-STOCK = {gpt_neox: GPTNeoXForCausalLM, t5: T5ForConditionalGeneration, mt5: MT5ForConditionalGeneration}
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -232,7 +187,7 @@ def test_replicated_heads_oracle(convert, tmp_path, make, changes, groups):
     full = {name: repeated(name, t, groups) if is_grouped(name) else t for name, t in after.items()}
     save_file(full, tmp_path / "again/model.safetensors", metadata={"format": "pt"})
     (tmp_path / "again/config.json").write_bytes((source / "config.json").read_bytes())
-    parent, child = opened(tmp_path / "again", STOCK[make]), opened(tmp_path / "out", OURS[make])
+    parent, child = opened(tmp_path / "again", STOCK_CLASSES[make]), opened(tmp_path / "out", OURS[make])
     more = {} if make is gpt_neox else DECODER
     assert_equal(logits(parent, **more), logits(child, **more))
 
@@ -376,29 +331,6 @@ def test_merges_of_t5_are_shown_by_kind(convert, tmp_path):
 
 
 # MPT, with the code that its checkpoints bring
-
-
-MPT = {
-    "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": HIDDEN, "n_heads": N_HEADS, "n_layers": 2,
-    "attn_config": {"attn_type": "multihead_attention", "alibi": True},
-    "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
-}  # fmt: skip
-
-
-def mpt(folder: Path, code: str = "kv_n_heads = 1", norms: bool = False) -> Path:
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"transformer.wte.weight": torch.randn(67, HIDDEN, generator=generator)}
-    for layer in (0, 1):
-        stem = f"transformer.blocks.{layer}.attn"
-        tensors[f"{stem}.Wqkv.weight"] = torch.randn(3 * HIDDEN, HIDDEN, generator=generator)
-        tensors[f"{stem}.out_proj.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator)
-        for name in ("q_ln", "k_ln") if norms else ():
-            tensors[f"{stem}.{name}.weight"] = torch.randn(HIDDEN, generator=generator)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(MPT))
-    (folder / "modeling_mpt.py").write_text(code)
-    return folder
 
 
 @pytest.mark.parametrize("norms", [False, True])

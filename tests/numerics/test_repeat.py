@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_families import CASES, SIZE, difference, open_folder
+from stock_families import CASES, SIZE, difference, open_folder
 
 
 @pytest.mark.parametrize("n_kv_heads", [pytest.param(4, marks=pytest.mark.slow), 8])

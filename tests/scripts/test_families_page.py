@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from numerics.test_other_families import mt5, t5
+from other_families import mt5, t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration.layer_stream import open_checked
