@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from real_runs import LAYOUTS, arguments, assert_layouts_train_alike, assert_same_run, drive, make_inputs, steps
+from small_training import make_training
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from uptrain.budget.memory import state_bytes
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.adafactor import Adafactor
+from uptrain.training.learning_rate import Schedule
+from uptrain.training.loop import RunState, train
 from uptrain.training.optimizer import make_optimizer
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -169,3 +172,12 @@ def test_compiling_without_a_compiler_is_refused_at_the_start(uptrain, inputs, t
     monkeypatch.delenv("CC", raising=False)
     uptrain(*arguments(inputs, tmp_path / "run", "--compile")).refused("--compile needs a C++ compiler")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):
+    rates = []
+    training = make_training(tmp_path, 5, lambda record: None, "adafactor")
+    training.show = lambda record: rates.append(record["learning_rate"])
+    training.schedule = Schedule("constant", 0.5, 5, 0)
+    train(training, RunState())
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 5**-0.5])

@@ -1,4 +1,4 @@
-"""Other processes, other people and odd file systems: nothing of theirs is lost, and results are whole."""
+"""File systems of several machines, without locks, or that ignore case: nothing is lost, and results are whole."""
 
 import errno
 import fcntl
