@@ -310,3 +310,40 @@ def test_a_text_for_a_method_that_needs_none(convert, parent, tmp_path, prose):
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", prose).refused(
         "--calibration cannot be combined with --method mean"
     )
+
+
+def test_attention_sinks_that_take_everything(convert, tmp_path):
+    """Then a query's weights on its keys may all be 0."""
+    model = tiny.build("gpt_oss", vocab_size=300)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.fill_(150.0)
+    folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).succeeded()
+    assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
+
+
+def test_two_bases_of_the_rotary_embedding(convert, parent, tmp_path):
+    tiny.edit_config(parent, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_theta=5e5)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    result.refused("rope_theta = 500000.0", "make them equal")
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (("--calibration", "/no/such/text"), "--calibration"),
+        (("--calibration-tokens", 1024), "--calibration-tokens"),
+        (("--method", "fit", "--refit"), "--refit"),
+        (("--refine", 1024), "--refine"),
+    ],
+)
+def test_what_has_no_effect_where_the_heads_stay(convert, parent, tmp_path, option, name):
+    """The command does not read a text either."""
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 8, *option).succeeded()
+    assert result.err == f"Warning: {name} has no effect: the model has 8 K/V heads already.\n"
+
+
+def test_an_empty_calibration_is_no_default(convert, parent, tmp_path):
+    options = ("--groups", 2, "--calibration-tokens", 1024, "--calibration", "")
+    convert("mha-to-gqa", parent, tmp_path / "out", *options).refused("--calibration is empty")

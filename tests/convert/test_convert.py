@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import torch_files
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYOUTS = {
     "plain": {},
@@ -351,3 +352,46 @@ def test_the_next_commands_are_possible(convert, tmp_path):
     exact = ("--latent", head_dim, "--rope", head_dim)
     text = convert("mha-to-mla", tmp_path / "out", tmp_path / "latent", *exact).out
     assert "convert verify" in text and "uptrain" not in text
+
+
+def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
+    """Phi 3's class there wants these three keys in rope_scaling, and no others."""
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    folder = tiny.save(tiny.build("phi3", max_position_embeddings=64), tmp_path / "source")
+    tiny.edit_config(folder, rope_parameters=rope, original_max_position_embeddings=32)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_scaling"] == {"type": "longrope", **factors}
+    assert config["original_max_position_embeddings"] == 32
+    assert config["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize("setting", ["attention_factor", "factor"])
+def test_longrope_that_transformers_4_cannot_read(convert, tmp_path, setting):
+    """Version 5 would read `rope_scaling` in place of the whole settings, without this one."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 1.0, "short_factor": [1.0, 1.1], "long_factor": [2.0, 3.0], setting: 1.7,
+    }  # fmt: skip
+    model = tiny.build("phi3", num_key_value_heads=4, original_max_position_embeddings=16, rope_parameters=rope)
+    folder, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
+    result = convert("repeat-kv", folder, out, "--groups", 8, "--json")
+    assert any(f"version 4 has no keys for {setting}, " in note for note in json.loads(result.out)["notes"])
+    config = AutoConfig.from_pretrained(out)
+    assert config.rope_parameters == AutoConfig.from_pretrained(folder).rope_parameters
+    ids = torch.arange(48)[None]
+    with torch.inference_mode():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(each)(ids).logits for each in (out, folder))
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_a_shard_of_the_longest_name(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    name = f"{'x' * 243}.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    index = {"weight_map": dict.fromkeys(tiny.tensors(source), name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+    assert (tmp_path / "out" / name).is_file()
+    assert not list((tmp_path / "out").glob("*.partial"))

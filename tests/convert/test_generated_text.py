@@ -9,6 +9,7 @@ import psutil
 import pytest
 import tiny
 from other_families import t5
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
@@ -301,3 +302,26 @@ def test_users_are_told_that_out_keeps_their_text(convert, source, tmp_path):
     assert f"{TOKENS} holds the tokens of text.txt" in result.out
     result = convert("mha-to-gqa", source, tmp_path / "other", *OPTIONS, "--calibration", "self")
     assert f"{TOKENS} holds the tokens" not in result.out
+
+
+def test_the_text_that_was_written_is_that_of_the_tokenizer(source):
+    """A conversion that goes on must not mix the texts of two chat templates."""
+
+    def inputs():
+        with open_checkpoint(source) as checkpoint:
+            return TextGeneration(checkpoint, (0,), 4, 64, 0).inputs_sha256
+
+    before = inputs()
+    (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    changed = inputs()
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert len({before, changed, inputs()}) == 3
+
+
+def test_the_plan_of_a_text_of_its_own_sees_missing_tensors(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    options = ("--groups", 2, "--calibration-tokens", 1024, "--calibration", "self", "--dry-run")
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused("lacks the tensor lm_head.weight")

@@ -296,3 +296,15 @@ def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
     text = "it's 12345 o'clock:\n\n  don't STOP camelCase 100%"
     assert ours(text).input_ids == theirs(text).input_ids
+
+
+def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
+    """In the plan, before they are chosen, and in the JSON of the conversion as in its record."""
+    sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
+    dry = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--dry-run", "--json").out)
+    assert any("rope_type longrope" in note for note in dry["notes"])
+    summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert summary["latent"] == record["latent"]
+    assert summary["latent"]["positions"] is not None
+    assert any("rope_type longrope" in note for note in summary["notes"])

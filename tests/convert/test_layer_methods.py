@@ -263,3 +263,17 @@ def test_not_finite(convert, tmp_path, method):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).refused(
         "model.layers.0.self_attn.o_proj.weight holds NaN or infinite values"
     )
+
+
+@pytest.mark.parametrize("family", ["olmo", "mpt"])
+def test_clipping_is_not_seen_in_weights(convert, tmp_path, family):
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    if family == "mpt":
+        config["attn_config"]["clip_qkv"] = 0.3
+    else:
+        config["clip_qkv"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS)
+    result.refused("clip_qkv = 0.3", "--method mean")
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()

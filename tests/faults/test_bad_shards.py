@@ -159,3 +159,10 @@ def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).succeeded()
     edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": home}))
     convert("inspect", source).refused("model.extra.weight", "does not hold it")
+
+
+def test_weights_under_another_name(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.safetensors")
+    words = "but pytorch_model.safetensors; rename it to model.safetensors"
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").refused(words)

@@ -8,6 +8,8 @@ import tiny
 import torch
 from commands import refuser
 from damage import rewrite
+from safetensors.torch import save_file
+from tiny_tokenizers import make_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -325,3 +327,23 @@ def test_a_shard_whose_name_is_not_utf_8(refuse, source):
     odd = path.rename(source / os.fsdecode(b"na\xefve.safetensors"))
     index.write_text(index.read_text().replace(json.dumps(path.name), json.dumps(odd.name)))
     refuse("'na\\udcefve.safetensors'", "not a plain file name")
+
+
+def test_biases_that_the_config_does_not_declare(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, attention_bias=True), tmp_path / "source"), 300)
+    tiny.edit_config(folder, attention_bias=False)
+    tensor, reason = "holds the tensor model.layers.0.self_attn.k_proj.bias", "unknown to its config.json"
+    calibrated = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    calibrated.refused(f"{tensor}, {reason}")
+    convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(tensor, reason)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_tensor(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder) | {"extra": torch.zeros(0, 4)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--groups", 2, "--calibration", "self", "--calibration-tokens", 1024, "--refine", 0)
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused(
+        "holds a tensor unknown to its config.json: extra"
+    )

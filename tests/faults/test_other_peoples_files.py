@@ -145,3 +145,16 @@ def test_names_that_are_too_long(convert, uptrain, source, finished_run, ids, tm
     prepare = ("prepare", "--data", ids, "--vocab-size", 300, "--seq-len", 8, "--out", out)
     uptrain(*prepare).refused("has a name of more than")
     assert left_behind(tmp_path) == []
+
+
+def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
+    out = tmp_path / "out"
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    (out / "text.txt").write_text("A text to calibrate on. " * 2000)
+    text = ("--calibration", out / "text.txt", "--overwrite")
+    for groups in (2, 8, 5):  # 8 heads stay 8; 5 are not possible
+        options = ("--groups", groups, "--calibration-tokens", 1024)
+        convert("mha-to-gqa", source, out, *options, *text).refused("holds the calibration text", "would delete")
+    (out / ".git").mkdir()
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git")
+    assert (out / "text.txt").exists() and (out / ".git").exists()

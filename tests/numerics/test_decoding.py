@@ -7,10 +7,12 @@ import pytest
 import tiny
 import torch
 from llama_pairs import ROPES, pair, random_ids
+from tiny_tokenizers import make_tokenizer
 from transformers import DynamicCache
 
 from model import generate, load_model
-from model.decoder import kv_cache
+from model.common.errors import CheckpointError
+from model.decoder import generation, kv_cache
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
 
@@ -150,3 +152,9 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
         written = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert [token for token in written[0, 3:].tolist() if token not in known] == text
     assert generate(ours, prompts, 24, stop_ids=()) == free
+
+
+def test_a_prompt_of_another_tokenizer(tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
+    with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
+        generation.show(folder, "~ z", 4, 0.0, 1.0, 0, "cpu")

@@ -10,6 +10,7 @@ import torch
 from damage import edit_tensors
 from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
+from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
@@ -208,3 +209,15 @@ def test_the_config_gives_the_frequencies(positions):
     assert np.allclose(embedding.inv_freq.numpy(), expected, rtol=1e-6)
     assert np.allclose(expected, [10000.0 ** (-p / 4) for p in positions])
     assert (rope["rope_type"] == "default") == (positions == (0.0, 1.5, 3.0))
+
+
+def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
+    """float16 in config.json would let the latent's norm overflow."""
+    parent = tiny.save(tiny.build(), tmp_path / "source")
+    tiny.edit_config(parent, torch_dtype="float16", dtype=None)
+    out = tmp_path / "out"
+    sizes = ("--latent", 16, "--rope", 4, "--calibration", "none")
+    convert("mha-to-mla", parent, out, *sizes).succeeded()
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    with torch.inference_mode():
+        assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(8)[None]).logits.isfinite().all()
