@@ -22,7 +22,7 @@ from uptrain.budget.memory import (
 )
 from uptrain.budget.memory_fit import first_that_fits, micro_batch_sizes
 from uptrain.budget.parameter_counts import count_parameters
-from uptrain.runs import device_memory
+from uptrain.runs import device_memory, resolve_settings
 from uptrain.training.models import load_student, load_teacher
 from uptrain.training.sharing import equal_tensors, share, shareable
 
@@ -305,3 +305,25 @@ def test_a_number_of_processes_that_is_none(monkeypatch, value):
         device_memory.usable_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     assert device_memory.usable_memory() > 0
+
+
+def test_the_advice_counts_adapters(uptrain, tmp_path, monkeypatch):
+    inputs, ranks = real_runs.make_inputs(tmp_path / "inputs"), []
+    real = resolve_settings.MemoryEstimator.read
+    monkeypatch.setattr(
+        resolve_settings.MemoryEstimator, "read", lambda *given: ranks.append(given[-1]) or real(*given)
+    )
+    fixed = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--max-minutes", 0)
+    uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", *fixed).succeeded()
+    assert ranks == [resolve_settings.DEFAULT_RANK]
+
+
+@pytest.mark.parametrize(("free", "named"), [(1_239_999, "1.23MB"), (0, "0.01MB")])
+def test_the_advice_names_a_size_that_the_plan_takes(uptrain, data, tmp_path, monkeypatch, free, named):
+    monkeypatch.setattr("uptrain.runs.device_memory.usable_memory", lambda: free)
+    out = tmp_path / "run"
+    large = tiny.save(tiny.build(hidden_size=256, intermediate_size=512), tmp_path / "large")
+    run = ("run", large, "--data", data, "--out", out, "--steps", 1, "--lr", 1)
+    uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", f"--memory {named}")
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", named)
+    uptrain("plan", large, *plan).succeeded()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from convert.output.model_card import TRAINING_DETAILS
 from model import load_model
+from uptrain.budget.memory import MemoryEstimator, MemoryOptions
 from uptrain.export import export
 from uptrain.export.export import make_record
 from uptrain.export.model_card import _losses, model_card
@@ -275,3 +276,34 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, uptrain, key):
     path.write_text(json.dumps({**config, key: 2 * config[key]}))
     uptrain("export", run, tmp_path / "out").refused(f"{path} does not describe the checkpoint's model: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_random_weights_says_nothing_of_a_conversion(uptrain, convert, tmp_path):
+    inputs, converted = make_inputs(tmp_path), tmp_path / "converted"
+    convert("mha-to-gqa", inputs["parent"], converted, "--groups", 2, "--method", "mean").succeeded()
+    run, out = tmp_path / "run", tmp_path / "out"
+    fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-8, "--global-batch-tokens", 256)
+    uptrain("run", "--init", converted, *fixed, "--out", run).succeeded()
+    uptrain("export", run, out).succeeded()
+    assert not (out / "groupwise.json").exists()
+    card = (out / "README.md").read_text()
+    assert "Conversion by Groupwise" not in card and "All weights are trained from random ones." in card
+
+
+def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, tmp_path):
+    """The card says what training changed, and the plan shares only what is still the parent's."""
+    converted, run, out = tmp_path / "converted", tmp_path / "run", tmp_path / "out"
+    inputs = make_inputs(tmp_path)
+    parent = inputs["parent"]
+    convert("mha-to-gqa", parent, converted, "--groups", 2, "--method", "mean").succeeded()
+    uptrain(*arguments({**inputs, "model": converted}, run, "--trainable", "all", steps=4)).succeeded()
+    uptrain("export", run, out, "--dtype", "float32").succeeded()
+    assert "this training, which changed all weights" in (out / "README.md").read_text()
+    shared = {
+        model: MemoryEstimator.read(model, parent, 32).memory(MemoryOptions("attention", 1)).shared
+        for model in (converted, out)
+    }
+    assert shared[converted] > 0 == shared[out]
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
+    assert "averaged" in json.loads(uptrain("plan", converted, *plan).out)["first_loss"]
+    assert "averaged" not in json.loads(uptrain("plan", out, *plan).out)["first_loss"]

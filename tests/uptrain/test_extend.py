@@ -9,6 +9,8 @@ import pytest
 import real_runs
 import tiny
 
+from uptrain.data.token_cache import TokenCache
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
@@ -107,3 +109,12 @@ def test_more_tokens_than_a_record_can_hold(uptrain, inputs, tmp_path):
     fake_runs.write_checkpoint(run, 45)
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 10**18).refused("which is out of range")
     uptrain(*real_runs.arguments(inputs, tmp_path / "huge", steps=10**18)).refused("which is out of range")
+
+
+def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
+    run, longer = tmp_path / "run", tmp_path / "longer"
+    uptrain(*real_runs.arguments(inputs, run, steps=4)).succeeded()
+    windows = TokenCache.open(inputs["data"]).n_windows
+    per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
+    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0).succeeded()
+    assert "Warning: the data are read 1.89 times" in ran.err

@@ -212,3 +212,39 @@ def test_far_more_texts_than_the_run_reads_are_warned_of(tmp_path):
     assert surplus_warning(["hub:none-of-this-name"], 1, tmp_path / "out") == "", "it is not downloaded to be counted"
     (tmp_path / "b.txt").write_text("short")
     assert surplus_warning([str(tmp_path / "b.txt")], 1, tmp_path / "out") == ""
+
+
+def test_files_that_are_left_out_are_named(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "A.TXT").write_text("\n".join(SENTENCES * 20))
+    (texts / "notes.md").write_text("left out")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    result = uptrain(*run, "--global-batch-tokens", 64).succeeded()
+    warning = f"Warning: --data: 1 files of an unknown format are left out, such as {texts / 'notes.md'}."
+    assert warning in result.err.splitlines()
+    assert "1 documents" in result.err
+
+
+def test_an_uneven_step_is_refused_before_texts_are_tokenised(uptrain, tmp_path, monkeypatch):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    uptrain(*run, "--global-batch-tokens", 64).refused("2 windows cannot be divided evenly among 3 processes")
+    assert not (tmp_path / "run.data").exists()
+
+
+def test_a_run_behind_a_link(uptrain, tmp_path):
+    """The data beside the real folder are found after both were moved."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    (tmp_path / "texts.txt").write_text("\n".join(SENTENCES * 9))
+    out = tmp_path / "before/run"
+    out.parent.mkdir()
+    fixed = ("--seq-len", 32, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
+    uptrain("run", model, "--data", tmp_path / "texts.txt", "--out", out, *fixed).succeeded()
+    out.parent.rename(tmp_path / "after")
+    (tmp_path / "latest").symlink_to("after/run")
+    uptrain("resume", tmp_path / "latest").succeeded()

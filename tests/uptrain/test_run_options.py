@@ -15,10 +15,12 @@ from tiny_tokenizers import make_tokenizer
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
 from uptrain.budget.counts import format_count
+from uptrain.data.token_cache import TokenCache
 from uptrain.runs import launch
 from uptrain.runs import run as runs
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
+from uptrain.training import loop
 from uptrain.training.metrics_log import Metrics
 
 
@@ -337,3 +339,16 @@ def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, w
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
     warning = launch._packing_warning({"model_type": "llama" if native else "phi"})
     assert (warning is not None and "install a newer torch" in warning) == warns
+
+
+def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch):
+    """No more tokens at a time than in training."""
+    longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 64, real_runs.VOCAB)
+    sizes = []
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *given: sizes.append(given[2]) or real(*given))
+    for held_out, out in ((inputs["held_out"], "equal"), (longer, "longer-run")):
+        arguments = real_runs.arguments(inputs, tmp_path / out, "--eval-data", held_out, "--micro-batch", 5, steps=4)
+        uptrain(*arguments).succeeded()
+    assert {*sizes[:5]} == {5} and {*sizes[5:]} == {2}, sizes
+    assert TokenCache.open(longer).seq_len == 2 * TokenCache.open(inputs["data"]).seq_len
