@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import forks
 import tiny
-from results import Result
+from commands import Result
 
 if TYPE_CHECKING:
     import torch

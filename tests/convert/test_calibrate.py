@@ -24,8 +24,9 @@ from model.common.errors import CheckpointError
 
 def test_record_and_verify(convert, parent, tmp_path, prose):
     out = tmp_path / "out"
-    result = convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json")
-    assert result.code == 0, result.err
+    result = convert(
+        "mha-to-gqa", parent, out, "--groups", 2, *FIT, "--refit", "--calibration", prose, "--json"
+    ).succeeded()
     planned = json.loads(result.out)
     expected = {"method": "fit", "refit": True}
     for report in (planned, record(out)):
@@ -52,7 +53,7 @@ def test_a_text_needs_no_pyarrow(parent, tmp_path, prose):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_same_bytes_again(convert, parent, tmp_path, workers):
     for name in ("one", "two"):
-        assert convert("mha-to-gqa", parent, tmp_path / name, "--groups", 2, *FIT, "--workers", workers).code == 0
+        convert("mha-to-gqa", parent, tmp_path / name, "--groups", 2, *FIT, "--workers", workers).succeeded()
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
 
 
@@ -60,7 +61,7 @@ def test_out_keeps_its_tokens(convert, parent, tmp_path, prose):
     """They are what the tokenizer makes of the text, window by window."""
     from transformers import AutoTokenizer
 
-    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).code == 0
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).succeeded()
     ids = np.frombuffer(lzma.decompress((tmp_path / "out" / TOKENS).read_bytes()), "<u2").reshape(16, 64)
     tokenizer = AutoTokenizer.from_pretrained(parent)
     expected = tokenizer(TEXT, add_special_tokens=False).input_ids
@@ -69,10 +70,10 @@ def test_out_keeps_its_tokens(convert, parent, tmp_path, prose):
 
 
 def test_tokens_are_not_copied_into_the_next_conversion(convert, parent, tmp_path, prose):
-    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).code == 0
-    assert convert("mha-to-gqa", tmp_path / "out", tmp_path / "next", "--groups", 1, "--method", "mean").code == 0
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration", prose).succeeded()
+    convert("mha-to-gqa", tmp_path / "out", tmp_path / "next", "--groups", 1, "--method", "mean").succeeded()
     assert not (tmp_path / "next" / TOKENS).exists()
-    assert convert("verify", tmp_path / "out", tmp_path / "next").code == 0
+    convert("verify", tmp_path / "out", tmp_path / "next").succeeded()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_every_kind_of_text_gives_the_same(convert, parent, tmp_path, prose, kin
         path.write_bytes(pack(lines if "jsonl" in kind else plain))
     for name, given in (("one", prose), ("two", f"hub:{path}" if kind == "hub" else path)):
         options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 512, "--calibration", given)
-        assert convert("mha-to-gqa", parent, tmp_path / name, *options).code == 0
+        convert("mha-to-gqa", parent, tmp_path / name, *options).succeeded()
     assert (
         record(tmp_path / "one")["calibration"]["sha256_of_ids"]
         == record(tmp_path / "two")["calibration"]["sha256_of_ids"]
@@ -211,8 +212,7 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     del config["num_attention_heads"]
     (folder / "config.json").write_text(json.dumps(config))
-    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT).succeeded()
 
 
 @pytest.mark.parametrize("stated", [100, 300])
@@ -239,7 +239,7 @@ def test_short_records_without_a_beginning_token(convert, tmp_path):
     text = tmp_path / "short.jsonl"
     text.write_text("".join(json.dumps({"text": "A folder."}) + "\n" for _ in range(3000)))
     options = ("--groups", 2, "--method", "pca", "--calibration", text, "--calibration-tokens", 8192)
-    assert convert("mha-to-gqa", folder, tmp_path / "out", *options).code == 0
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).succeeded()
 
 
 @pytest.mark.parametrize(
@@ -292,23 +292,58 @@ def test_heads_of_zeros(convert, tmp_path, part):
     tensors = tiny.tensors(folder)
     tensors[f"model.layers.0.self_attn.{part}.weight"].zero_()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit")
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--refit").succeeded()
     assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
 
 
 @pytest.mark.parametrize("method", ["fit", "pca"])
 def test_text_is_ignored_if_nothing_is_merged(convert, parent, tmp_path, prose, method):
     options = ("--groups", 8, "--method", method, "--calibration", prose, "--calibration-tokens", 1024)
-    result = convert("mha-to-gqa", parent, tmp_path / "out", *options, "--json")
-    assert result.code == 0, result.err
+    result = convert("mha-to-gqa", parent, tmp_path / "out", *options, "--json").succeeded()
     assert json.loads(result.out)["n_regrouped"] == 0
     assert record(tmp_path / "out")["calibration"] is None
     prose.unlink()
-    assert convert("verify", parent, tmp_path / "out").code == 0
+    convert("verify", parent, tmp_path / "out").succeeded()
 
 
 def test_a_text_for_a_method_that_needs_none(convert, parent, tmp_path, prose):
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--method", "mean", "--calibration", prose).refused(
         "--calibration cannot be combined with --method mean"
     )
+
+
+def test_attention_sinks_that_take_everything(convert, tmp_path):
+    """Then a query's weights on its keys may all be 0."""
+    model = tiny.build("gpt_oss", vocab_size=300)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.fill_(150.0)
+    folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).succeeded()
+    assert all(tensor.isfinite().all() for tensor in tiny.tensors(tmp_path / "out").values())
+
+
+def test_two_bases_of_the_rotary_embedding(convert, parent, tmp_path):
+    tiny.edit_config(parent, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, rope_theta=5e5)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    result.refused("rope_theta = 500000.0", "make them equal")
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (("--calibration", "/no/such/text"), "--calibration"),
+        (("--calibration-tokens", 1024), "--calibration-tokens"),
+        (("--method", "fit", "--refit"), "--refit"),
+        (("--refine", 1024), "--refine"),
+    ],
+)
+def test_what_has_no_effect_where_the_heads_stay(convert, parent, tmp_path, option, name):
+    """The command does not read a text either."""
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 8, *option).succeeded()
+    assert result.err == f"Warning: {name} has no effect: the model has 8 K/V heads already.\n"
+
+
+def test_an_empty_calibration_is_no_default(convert, parent, tmp_path):
+    options = ("--groups", 2, "--calibration-tokens", 1024, "--calibration", "")
+    convert("mha-to-gqa", parent, tmp_path / "out", *options).refused("--calibration is empty")

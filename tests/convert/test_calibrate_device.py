@@ -32,14 +32,13 @@ def test_calibrates_on_the_device_that_is_named(convert, tmp_path, monkeypatch, 
     folder = source("mistral", tmp_path / "source", sliding_window=20)
     with pretended_device(monkeypatch):
         for out, device in (("device", NAME), ("auto", "auto")):
-            result = convert("mha-to-gqa", folder, tmp_path / out, "--groups", 2, *WAYS[way], "--device", device)
-            assert result.code == 0, result.err
-    assert convert("mha-to-gqa", folder, tmp_path / "cpu", "--groups", 2, *WAYS[way], "--device", "cpu").code == 0
+            convert("mha-to-gqa", folder, tmp_path / out, "--groups", 2, *WAYS[way], "--device", device).succeeded()
+    convert("mha-to-gqa", folder, tmp_path / "cpu", "--groups", 2, *WAYS[way], "--device", "cpu").succeeded()
     compare(tmp_path / "device", tmp_path / "cpu", 0.3 if "--refine" in WAYS[way] else 1e-3)
     assert tiny.snapshot(tmp_path / "device") == tiny.snapshot(tmp_path / "auto")
-    assert convert("verify", folder, tmp_path / "device", "--device", "cpu").code == 0
+    convert("verify", folder, tmp_path / "device", "--device", "cpu").succeeded()
     with pretended_device(monkeypatch):
-        assert convert("verify", folder, tmp_path / "cpu", "--device", NAME).code == 0
+        convert("verify", folder, tmp_path / "cpu", "--device", NAME).succeeded()
 
 
 @pytest.mark.parametrize("family", tiny.kinds_first(tiny.FITTED))
@@ -47,8 +46,7 @@ def test_every_family_calibrates_on_a_device(convert, tmp_path, monkeypatch, fam
     size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}
     folder = source(family, tmp_path / "source", hidden_size=128, **size)
     with pretended_device(monkeypatch):
-        result = convert("mha-to-gqa", folder, tmp_path / "device", "--groups", tiny.few(family), *WAYS["fit"])
-        assert result.code == 0, result.err
+        convert("mha-to-gqa", folder, tmp_path / "device", "--groups", tiny.few(family), *WAYS["fit"]).succeeded()
 
 
 def compare(one, other, limit):
@@ -72,7 +70,7 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
     words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
     assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.groupwise", "source"]
-    assert convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").code == 0
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").succeeded()
 
 
 def test_the_plan_names_the_device_and_the_time(convert, parent, tmp_path, monkeypatch):
@@ -100,7 +98,7 @@ def test_the_estimate_is_within_a_factor_of_two(convert, tmp_path, options):
     command = (name, DEMO, tmp_path / "out", *more, "--calibration-tokens", 32768)
     estimate = json.loads(convert(*command, "--dry-run", "--json").out)["calibration_seconds"]
     started = time.perf_counter()
-    assert convert(*command).code == 0
+    convert(*command).succeeded()
     seconds = time.perf_counter() - started
     print(f"{' '.join(map(str, options))}: estimate {estimate} s, took {seconds:.1f} s")
     assert 0.5 < estimate / seconds < 2
@@ -114,7 +112,7 @@ def test_a_device_that_is_not_there(convert, uptrain, generation, parent, tmp_pa
         convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--device", device, option).refused(words)
         convert("mha-to-mqa", parent, out, "--device", device, option).refused(words)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    assert convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).code == 0
+    convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).succeeded()
     convert("verify", parent, out, "--device", device).refused(words)
     generation(parent, "--prompt", "a", "--device", device).refused(words)
     (tmp_path / "text.txt").write_text("Some words. " * 99)

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import torch_files
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYOUTS = {
     "plain": {},
@@ -35,7 +36,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
     before = tiny.tensors(source)
     for groups in (8, 4, 2, 1):
         out = tmp_path / f"out{groups}"
-        assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
+        convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).succeeded()
         after = tiny.tensors(out)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
@@ -48,7 +49,7 @@ def test_only_kv_heads_change_and_they_are_the_mean(convert, tmp_path, layout, d
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 def test_same_number_of_groups_is_the_identity(convert, tmp_path, shards):
     source = tiny.save(tiny.build(), tmp_path / "source", "bfloat16", shards)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 8).succeeded()
     before, after = tiny.snapshot(source), tiny.snapshot(tmp_path / "out")
     assert set(after) - set(before) == {"groupwise.json"}
     for name, content in before.items():
@@ -74,7 +75,7 @@ def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
     for method in ("mean", "first"):
         source, out = tmp_path / f"mha-{method}", tmp_path / f"gqa-{method}"
         tiny.save(mha, source, "bfloat16")
-        assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).code == 0
+        convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).succeeded()
         back = tiny.tensors(out)
         for name, tensor in gqa.to(torch.bfloat16).state_dict().items():
             assert torch.equal(back[name], tensor), name
@@ -83,7 +84,7 @@ def test_gqa_to_mha_by_repeating_and_back_is_exact(convert, tmp_path):
 
 def test_gqa_source_can_be_merged_further(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=4), tmp_path / "source", "bfloat16")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.equal(after[name], float64_mean(before[name], 2, n_heads=4))
@@ -93,14 +94,14 @@ def test_gqa_source_can_be_merged_further(convert, tmp_path):
 
 
 def test_mqa_is_one_group(convert, source, tmp_path):
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "mqa").code == 0
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "gqa", "--groups", 1).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "mqa").succeeded()
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "gqa", "--groups", 1).succeeded()
     assert tiny.snapshot(tmp_path / "mqa") == tiny.snapshot(tmp_path / "gqa")
 
 
 def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
     tiny.edit_config(source, ünknown={"kept": [1, None, 1e-05]}, torch_dtype="bfloat16", rope_theta=10000.0)
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
     before = json.loads((source / "config.json").read_text())
     after = json.loads((tmp_path / "out/config.json").read_text())
     assert list(after) == list(before)
@@ -110,7 +111,7 @@ def test_config_keeps_every_other_key_and_its_order(convert, source, tmp_path):
 @pytest.mark.parametrize("value", [..., None])
 def test_absent_or_null_key_becomes_explicit(convert, source, tmp_path, value):
     tiny.edit_config(source, num_key_value_heads=value)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2
 
 
@@ -188,10 +189,10 @@ def test_index_has_the_true_size(convert, source, tmp_path):
 
 
 def test_shards_can_be_divided_anew(convert, source, tmp_path):
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "one", "--max-shard-size", "1GB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "one", "--max-shard-size", "1GB").succeeded()
     assert (tmp_path / "one/model.safetensors").exists()
     assert not (tmp_path / "one/model.safetensors.index.json").exists()
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "many", "--max-shard-size", "10KB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "many", "--max-shard-size", "10KB").succeeded()
     files = list((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
     assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(files):05d}\.safetensors", f.name) for f in files)
@@ -233,7 +234,7 @@ def test_second_conversion_remembers_the_first(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", tmp_path / "four", tmp_path / "two", "--groups", 2)
     record = json.loads((tmp_path / "two/groupwise.json").read_text())
     assert record["source"]["groupwise"]["groups"] == 4
-    assert convert("verify", tmp_path / "four", tmp_path / "two").code == 0
+    convert("verify", tmp_path / "four", tmp_path / "two").succeeded()
 
 
 def test_random_depends_on_the_seed_only(convert, source, tmp_path):
@@ -265,11 +266,11 @@ def test_output_leaves_the_page_cache_if_it_does_not_fit_beside_the_source(
 
     monkeypatch.setattr(os, "posix_fadvise", record)
     monkeypatch.setattr("convert.output.write_shards.available_memory", lambda: available)
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--max-shard-size", "10KB").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--max-shard-size", "10KB").succeeded()
     numbers = {str(number) for number in range(len(list((tmp_path / "out").glob("*.safetensors"))))}
     assert {name for name, _ in dropped} == (set() if available else numbers)
     assert {arguments for _, arguments in dropped} <= {(0, 0, os.POSIX_FADV_DONTNEED)}
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_permissions_follow_the_umask(convert, source, tmp_path):
@@ -301,8 +302,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(convert, source, tmp_path):
 def test_overwrite_replaces_a_checkpoint(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4)
     (tmp_path / "out/left-over.txt").write_text("of the old model")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--overwrite").code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--overwrite").succeeded()
+    convert("verify", source, tmp_path / "out").succeeded()
     assert not (tmp_path / "out/left-over.txt").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
@@ -313,7 +314,7 @@ def test_missing_format_metadata_is_added(convert, tmp_path):
 
     source = tiny.save(tiny.build(), tmp_path / "source")
     save_file(tiny.tensors(source), source / "model.safetensors", metadata={"note": "kept"})
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "kept"}
 
@@ -323,8 +324,7 @@ def test_names_are_printed_as_they_are(convert, source, tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     folder = source.rename(tmp_path / name)
     for arguments in (("inspect", folder), ("mha-to-gqa", "--method", "mean", folder, tmp_path / "out", "--groups", 2)):
-        result = convert(*arguments)
-        assert result.code == 0, result.err
+        result = convert(*arguments).succeeded()
         assert name in "".join(result.out.split("\n"))
 
 
@@ -332,7 +332,7 @@ def test_the_spelling_of_transformers_4_replaces_null(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "source")
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     tiny.edit_config(source, rope_scaling=None, rope_theta=None, rope_parameters=rope)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
 
@@ -371,3 +371,46 @@ def test_the_next_commands_are_possible(convert, tmp_path):
     exact = ("--latent", head_dim, "--rope", head_dim)
     text = convert("mha-to-mla", tmp_path / "out", tmp_path / "latent", *exact).out
     assert "convert verify" in text and "uptrain" not in text
+
+
+def test_longrope_as_transformers_4_reads_it(convert, tmp_path):
+    """Phi 3's class there wants these three keys in rope_scaling, and no others."""
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    folder = tiny.save(tiny.build("phi3", max_position_embeddings=64), tmp_path / "source")
+    tiny.edit_config(folder, rope_parameters=rope, original_max_position_embeddings=32)
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_scaling"] == {"type": "longrope", **factors}
+    assert config["original_max_position_embeddings"] == 32
+    assert config["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize("setting", ["attention_factor", "factor"])
+def test_longrope_that_transformers_4_cannot_read(convert, tmp_path, setting):
+    """Version 5 would read `rope_scaling` in place of the whole settings, without this one."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 1.0, "short_factor": [1.0, 1.1], "long_factor": [2.0, 3.0], setting: 1.7,
+    }  # fmt: skip
+    model = tiny.build("phi3", num_key_value_heads=4, original_max_position_embeddings=16, rope_parameters=rope)
+    folder, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
+    result = convert("repeat-kv", folder, out, "--groups", 8, "--json")
+    assert any(f"version 4 has no keys for {setting}, " in note for note in json.loads(result.out)["notes"])
+    config = AutoConfig.from_pretrained(out)
+    assert config.rope_parameters == AutoConfig.from_pretrained(folder).rope_parameters
+    ids = torch.arange(48)[None]
+    with torch.inference_mode():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(each)(ids).logits for each in (out, folder))
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_a_shard_of_the_longest_name(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    name = f"{'x' * 243}.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    index = {"weight_map": dict.fromkeys(tiny.tensors(source), name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+    assert (tmp_path / "out" / name).is_file()
+    assert not list((tmp_path / "out").glob("*.partial"))

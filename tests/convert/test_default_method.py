@@ -15,8 +15,8 @@ from tiny_tokenizers import make_tokenizer
 from model.common import tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
-FIT = {"method": "fit", "refit": True, "refine": 1024}
-MEAN = {"method": "mean", "refit": False, "calibration": None}
+FIT_RECORD = {"method": "fit", "refit": True, "refine": 1024}
+MEAN_RECORD = {"method": "mean", "refit": False, "calibration": None}
 
 
 @pytest.fixture
@@ -30,14 +30,13 @@ def record(folder):
 
 def chosen(convert, source, out, *options):
     """Convert; return what was done, and what was said of it."""
-    result = convert("mha-to-gqa", source, out, "--groups", 2, *options, "--json")
-    assert result.code == 0, result.err
+    result = convert("mha-to-gqa", source, out, "--groups", 2, *options, "--json").succeeded()
     return record(out), json.loads(result.out)["notes"]
 
 
 def test_fit_refit_and_refine_where_the_model_can_run(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS)
-    assert plan.items() >= FIT.items()
+    assert plan.items() >= FIT_RECORD.items()
     assert plan["calibration"]["text"] == "shipped"
     assert not notes
     chosen(convert, source, tmp_path / "asked", *TOKENS, "--method", "fit", "--refit", "--refine", 1024)
@@ -46,13 +45,13 @@ def test_fit_refit_and_refine_where_the_model_can_run(convert, source, tmp_path)
 
 def test_given_options_are_kept(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", *TOKENS, "--refine", 0)
-    assert plan.items() >= {**FIT, "refine": 0}.items()
+    assert plan.items() >= {**FIT_RECORD, "refine": 0}.items()
     assert not notes
 
 
 def test_without_calibration_the_default_is_mean(convert, source, tmp_path):
     plan, notes = chosen(convert, source, tmp_path / "out", "--calibration", "none")
-    assert plan.items() >= MEAN.items()
+    assert plan.items() >= MEAN_RECORD.items()
     assert not notes
 
 
@@ -73,7 +72,7 @@ def test_without_the_default_method_another_must_be_requested(convert, tmp_path,
         "The default merge is not possible: ", why, "--method mean is the paper's merge"
     )
     assert not out.exists()
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").succeeded()
 
 
 def test_contradictory_options(convert, source, tmp_path):
@@ -88,7 +87,7 @@ def test_a_damaged_tokenizer_is_no_reason_for_another_method(convert, source, tm
 
 
 def test_nothing_to_merge_needs_no_method(convert, source, tmp_path):
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).succeeded()
     assert record(tmp_path / "out")["method"] == "mean"
 
 
@@ -100,7 +99,7 @@ def test_without_torch(source, tmp_path):
     assert "calibrating runs the model, which needs torch" in refused.stderr
     assert "--method mean" in refused.stderr
     subprocess.run([*command, "--method", "mean"], capture_output=True, check=True)
-    assert record(tmp_path / "out").items() >= MEAN.items()
+    assert record(tmp_path / "out").items() >= MEAN_RECORD.items()
 
 
 def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):

@@ -8,7 +8,8 @@ import numpy as np
 import psutil
 import pytest
 import tiny
-from numerics.test_other_families import t5
+from other_families import t5
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import generated_text
@@ -56,9 +57,9 @@ def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
 
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     for name in ("one", "two"):
-        assert convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--calibration", "self").code == 0
+        convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, "--calibration", "self").succeeded()
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
-    assert convert("verify", source, tmp_path / "one").code == 0
+    convert("verify", source, tmp_path / "one").succeeded()
     ids_NT = kept(tmp_path / "one")
     assert ids_NT.shape == (16, 64)
     assert (ids_NT[:, 0] == tokenizer_of(source).bos_token_id).all()
@@ -69,7 +70,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
 def test_another_seed_gives_another_text(convert, source, tmp_path):
     for seed in (0, 1):
         command = (*OPTIONS, "--calibration", "self", "--seed", seed)
-        assert convert("mha-to-gqa", source, tmp_path / f"out{seed}", *command).code == 0
+        convert("mha-to-gqa", source, tmp_path / f"out{seed}", *command).succeeded()
     assert (kept(tmp_path / "out0") != kept(tmp_path / "out1")).any()
 
 
@@ -159,24 +160,34 @@ def test_failing_template_is_reported(source, capsys):
     assert (ids_NT[:, 0] == 0).all()
 
 
-def test_killed_and_continued(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
-    command = (*OPTIONS, "--calibration", "self")
-    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
-    write, batches = generated_text._Writer.write, []
+@pytest.fixture
+def check_continued(convert, tmp_path, monkeypatch):
+    """Return a function that converts SOURCE to `whole`, and to `out` with a failure at the third of four batches."""
 
-    def fail_at_third_batch(self, *given):
-        if len(batches) == 2:
-            raise OSError("no space left")
-        batches.append(given)
-        return write(self, *given)
+    def check(source, *options):
+        monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
+        command = (*options, "--calibration", "self")
+        convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
+        write, batches = generated_text._Writer.write, []
 
-    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
-    batches.clear()
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
-    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
-    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+        def fail_at_third_batch(self, *given):
+            if len(batches) == 2:
+                raise OSError("no space left")
+            batches.append(given)
+            return write(self, *given)
+
+        monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
+        assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
+        batches.clear()
+        convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()
+        assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
+        assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
+
+    return check
+
+
+def test_killed_and_continued(source, check_continued):
+    check_continued(source, *OPTIONS)
 
 
 def test_a_model_too_large_for_memory(convert, source, tmp_path, monkeypatch):
@@ -236,29 +247,13 @@ def test_any_seed(source):
     "family",
     ["phi", "llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon", "gemma2", "qwen3_moe"))],
 )
-def test_families_that_transformers_runs(convert, tmp_path, monkeypatch, family):
+def test_families_that_transformers_runs(convert, tmp_path, check_continued, family):
     """Their text is the class's own, the same again after a kill, and `verify` repeats it."""
-    monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
     model = tiny.build(family, vocab_size=300, bos_token_id=0, eos_token_id=1)
     source = make_tokenizer(tiny.save(model, tmp_path / "source", "bfloat16"), 300)
-    command = ("--groups", tiny.few(family), *OPTIONS[2:], "--calibration", "self")
-    assert convert("mha-to-gqa", source, tmp_path / "whole", *command).code == 0
+    check_continued(source, "--groups", tiny.few(family), *OPTIONS[2:])
     assert len(np.unique(kept(tmp_path / "whole")[:, 1])) > 8
-    write, batches = generated_text._Writer.write, []
-
-    def fail_at_third_batch(self, *given):
-        if len(batches) == 2:
-            raise OSError("no space left")
-        batches.append(given)
-        return write(self, *given)
-
-    monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
-    batches.clear()
-    assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 0
-    assert [n_rows for n_rows, *_ in batches] == [5, 1], "two of four batches were there"
-    assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "whole")
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_encoder_decoders_are_refused(convert, tmp_path):
@@ -293,8 +288,8 @@ def test_parts_take_turns_and_each_is_held_out(convert, source, tmp_path):
     """Every fourth window is held out, so each fourth must not be of the same part."""
     (tmp_path / "text.txt").write_text("words and words " * 500)
     given = f"self+{tmp_path / 'text.txt'}"
-    assert convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", given).succeeded()
+    convert("verify", source, tmp_path / "out").succeeded()
     decoded = [tokenizer_of(source).decode(row, skip_special_tokens=True) for row in kept(tmp_path / "out")]
     from_text = ["words and words" in text for text in decoded]  # the model may write one of the words too
     assert from_text == [bool((n + n // 4) % 2) for n in range(16)]
@@ -307,3 +302,26 @@ def test_users_are_told_that_out_keeps_their_text(convert, source, tmp_path):
     assert f"{TOKENS} holds the tokens of text.txt" in result.out
     result = convert("mha-to-gqa", source, tmp_path / "other", *OPTIONS, "--calibration", "self")
     assert f"{TOKENS} holds the tokens" not in result.out
+
+
+def test_the_text_that_was_written_is_that_of_the_tokenizer(source):
+    """A conversion that goes on must not mix the texts of two chat templates."""
+
+    def inputs():
+        with open_checkpoint(source) as checkpoint:
+            return TextGeneration(checkpoint, (0,), 4, 64, 0).inputs_sha256
+
+    before = inputs()
+    (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    changed = inputs()
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert len({before, changed, inputs()}) == 3
+
+
+def test_the_plan_of_a_text_of_its_own_sees_missing_tensors(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    options = ("--groups", 2, "--calibration-tokens", 1024, "--calibration", "self", "--dry-run")
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused("lacks the tensor lm_head.weight")

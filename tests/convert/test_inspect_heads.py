@@ -7,8 +7,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
+from equivalent_heads import equivalent_mha
 from safetensors.torch import save_file
-from test_layer_methods import equivalent_mha
 
 from convert.inspection.figure import draw_png
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
@@ -20,8 +20,7 @@ SIZE = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
 
 
 def look(convert, source):
-    result = convert("inspect", source, "--heads", "--json")
-    assert result.code == 0, result.err
+    result = convert("inspect", source, "--heads", "--json").succeeded()
     return json.loads(result.out)["heads"]
 
 

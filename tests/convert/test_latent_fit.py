@@ -1,6 +1,5 @@
 """Latent attention that is fitted to a calibration text: what it loses, that it repeats, and what verify finds."""
 
-import hashlib
 import json
 import signal
 from pathlib import Path
@@ -10,9 +9,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from damage import edit_tensors, rewrite, sign
 from latent import divergence
 from latent_reference import attend
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,16 +42,14 @@ def source(tmp_path):
 def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path, norm):
     source = make_tokenizer(latent.make_unfolded(tmp_path / "source", 6, vocab_size=300), 300)
     size = ("--latent", 6 + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
-    result = convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0)
-    assert result.code == 0, result.err
+    convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0).succeeded()
     assert divergence(latent.logits(source), latent.logits(tmp_path / "out")) < 1e-7
     assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every pair once
 
 
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     for name in ("one", "two"):
-        result = convert("mha-to-mla", source, tmp_path / name, *QUICK)
-        assert result.code == 0, result.err
+        convert("mha-to-mla", source, tmp_path / name, *QUICK).succeeded()
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
     record = json.loads((tmp_path / "one/groupwise.json").read_text())
     assert (record["method"], record["refit"], record["refine"]) == ("latent", True, 1024)
@@ -64,7 +62,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
 @pytest.mark.parametrize("refined", [0, 1024])
 def test_verify_tolerates_another_solution(convert, source, tmp_path, monkeypatch, refined):
     """As on another processor: other weights, which serve as well."""
-    assert convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", refined).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", refined).succeeded()
     monkeypatch.setattr("convert.calibration.latent_queries._RIDGE", 1.01e-3)
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "but for rounding" in result.out) == (0, True), result
@@ -74,22 +72,17 @@ def test_verify_tolerates_another_solution(convert, source, tmp_path, monkeypatc
 def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
     """Even where the record says that it should be so."""
     out = tmp_path / "out"
-    assert convert("mha-to-mla", source, out, *QUICK, "--max-shard-size", "1GB").code == 0
-    tensors = load_file(out / "model.safetensors")
-    name = f"model.layers.1.self_attn.{part}.weight"
-    tensors[name] *= 1.5
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    record = json.loads((out / "groupwise.json").read_text())
-    record["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
-    (out / "groupwise.json").write_text(json.dumps(record, indent=2) + "\n")
+    convert("mha-to-mla", source, out, *QUICK, "--max-shard-size", "1GB").succeeded()
+    rewrite(out, lambda tensors: tensors[f"model.layers.1.self_attn.{part}.weight"].mul_(1.5))
+    sign(out)
     result = convert("verify", source, out)
     assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 
 
 def test_verify_finds_a_change_of_any_kind(convert, source, tmp_path):
     out = tmp_path / "out"
-    assert convert("mha-to-mla", source, out, *QUICK).code == 0
-    latent.edit_tensors(out, lambda name, t: t * 1.0001 if "layers.0.self_attn.o_proj" in name else t)
+    convert("mha-to-mla", source, out, *QUICK).succeeded()
+    edit_tensors(out, lambda name, t: t * 1.0001 if "layers.0.self_attn.o_proj" in name else t)
     tiny.edit_config(out, rms_norm_eps=1e-5)
     result = convert("verify", source, out)
     assert result.code == 3
@@ -98,13 +91,13 @@ def test_verify_finds_a_change_of_any_kind(convert, source, tmp_path):
 
 def test_killed_midway_it_resumes_to_the_same_bytes(convert, source, tmp_path):
     arguments = ("mha-to-mla", source, tmp_path / "out", *QUICK, "--workers", 1)
-    assert convert("mha-to-mla", source, tmp_path / "expected", *QUICK, "--workers", 1).code == 0
+    convert("mha-to-mla", source, tmp_path / "expected", *QUICK, "--workers", 1).succeeded()
     expected = tiny.snapshot(tmp_path / "expected")
     for n in (3, 9, 14, 20):
         assert run_self_killing(n, "convert", *arguments, output=tmp_path / f"killed-{n}") == -signal.SIGKILL
         assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.groupwise").is_dir()
-    assert convert(*arguments).code == 0
+    convert(*arguments).succeeded()
     assert tiny.snapshot(tmp_path / "out") == expected
     assert not (tmp_path / ".out.groupwise").exists()
 
@@ -126,8 +119,7 @@ def test_fitted_to_a_text_it_is_better_than_the_methods_of_others(convert, tmp_p
     parent, divergences = logits(demo), {}
     size = ("--latent", 64, "--rope", 32, "--calibration-tokens", 4096)
     for name in ("fit", *OTHERS):
-        result = convert("mha-to-mla", demo, tmp_path / name, *size, "--method", name, "--refine", 0)
-        assert result.code == 0, result.err
+        convert("mha-to-mla", demo, tmp_path / name, *size, "--method", name, "--refine", 0).succeeded()
         divergences[name] = divergence(parent, logits(tmp_path / name))
     assert divergences["fit"] < 0.5 * min(divergences[name] for name in OTHERS), divergences
 
@@ -191,7 +183,7 @@ def _assert_balanced(made: np.ndarray, read: np.ndarray) -> None:
 
 
 def test_what_is_written_with_the_default_norm_is_balanced(convert, source, tmp_path):
-    assert convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", 0).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *QUICK, "--refine", 0).succeeded()
     tensors = {
         name: tensor for file in (tmp_path / "out").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
@@ -296,8 +288,20 @@ def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named
         (source / name).write_text(json.dumps(content | named))
     out = tmp_path / "out"
     size = ("--latent", 32, "--rope", 32, "--calibration", "none")
-    assert convert("mha-to-mla", source, out, *size).code == 0
-    assert convert("verify", source, out).code == 0
+    convert("mha-to-mla", source, out, *size).succeeded()
+    convert("verify", source, out).succeeded()
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
     text = "it's 12345 o'clock:\n\n  don't STOP camelCase 100%"
     assert ours(text).input_ids == theirs(text).input_ids
+
+
+def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
+    """In the plan, before they are chosen, and in the JSON of the conversion as in its record."""
+    sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
+    dry = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--dry-run", "--json").out)
+    assert any("rope_type longrope" in note for note in dry["notes"])
+    summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert summary["latent"] == record["latent"]
+    assert summary["latent"]["positions"] is not None
+    assert any("rope_type longrope" in note for note in summary["notes"])

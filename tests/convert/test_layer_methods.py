@@ -1,11 +1,11 @@
 """`--method aligned` and `pca`, file to file."""
 
-import hashlib
 import json
 
 import pytest
 import tiny
 import torch
+from damage import rewrite, sign
 from equivalent_heads import equivalent_mha, for_stock_class, logits, share_heads
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
@@ -27,12 +27,11 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     many = equivalent_mha(source, tmp_path / "many", groups)
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4
-    assert convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", many, tmp_path / "mean", "--groups", groups).succeeded()
     assert (logits(tmp_path / "mean") - expected).abs().max() > 0.1
-    result = convert(
+    convert(
         "mha-to-gqa", many, tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS, "--json"
-    )
-    assert result.code == 0, result.err
+    ).succeeded()
     assert (logits(tmp_path / "out") - expected).abs().max() < 1e-4 * expected.abs().max()
     report = json.loads(convert("verify", many, tmp_path / "out", "--json").out)
     assert (report["ok"], report["differences"]) == (True, [])
@@ -79,22 +78,17 @@ def test_what_is_written_and_what_is_not(convert, tmp_path, method):
     assert f"- --method {method} uses the weights alone" in card
     one, many = (tmp_path / name for name in ("one", "many"))
     for out, workers in ((one, 1), (many, 4)):
-        assert (
-            convert(
-                "mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS, "--workers", workers
-            ).code
-            == 0
-        )
+        convert(
+            "mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS, "--workers", workers
+        ).succeeded()
     assert tiny.snapshot(one) == tiny.snapshot(many) == tiny.snapshot(tmp_path / "out")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_verify_sees_a_changed_query(convert, tmp_path, method):
     source = tiny.save(tiny.build(), tmp_path / "source")
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
-    tensors = tiny.tensors(tmp_path / "out")
-    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] += 0.01
-    save_file(tensors, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).succeeded()
+    rewrite(tmp_path / "out", lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][3, 4].add_(0.01))
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "q_proj.weight differs from the one recomputed" in result.err) == (3, True)
     assert "q_proj.weight has SHA-256" in result.err
@@ -104,16 +98,15 @@ def test_verify_sees_a_changed_query(convert, tmp_path, method):
 def test_verify_forgives_rounding_and_nothing_more(convert, tmp_path, method):
     """Another processor's rounding: 0.0005 of the root mean square of a tensor passes, 0.002 is a difference."""
     source, out = tiny.save(tiny.build(), tmp_path / "source"), tmp_path / "out"
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
-    name, tensors = "model.layers.1.self_attn.q_proj.weight", tiny.tensors(out)
-    original, typical = tensors[name].clone(), float(tensors[name].square().mean().sqrt())
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *BY_WEIGHTS).succeeded()
+    name = "model.layers.1.self_attn.q_proj.weight"
+    original = tiny.tensors(out)[name]
+    typical = float(original.square().mean().sqrt())
     for share, code in ((0.0005, 0), (0.002, 3)):
-        tensors[name] = original.clone()
-        tensors[name][3, 4] += share * typical
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-        written = json.loads((out / "groupwise.json").read_text())
-        written["sha256"][name] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
-        (out / "groupwise.json").write_text(json.dumps(written))
+        changed = original.clone()
+        changed[3, 4] += share * typical
+        rewrite(out, lambda tensors, changed=changed: tensors.update({name: changed}))
+        sign(out)
         result = convert("verify", source, out, "--json")
         assert result.code == code, (share, result.err)
         report = json.loads(result.out)
@@ -152,11 +145,10 @@ def test_other_families_merge_without_loss_too(convert, tmp_path, family):
         ("mean", ()), ("pca", BY_WEIGHTS), ("aligned", BY_WEIGHTS), ("fit", ("--refit", "--calibration-tokens", 1024)),
     ):  # fmt: skip
         out = tmp_path / method
-        result = convert("mha-to-gqa", many, out, "--groups", tiny.few(family), "--method", method, *options)
-        assert result.code == 0, result.err
+        convert("mha-to-gqa", many, out, "--groups", tiny.few(family), "--method", method, *options).succeeded()
         lost = error(out)
         assert lost > 50 * limit if method == "mean" else lost < 2 * limit, method
-    assert convert("verify", many, tmp_path / "fit").code == 0
+    convert("verify", many, tmp_path / "fit").succeeded()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -169,7 +161,7 @@ def test_layers_without_rotary_embedding(convert, tmp_path, method, said):
     expected = logits(source)
     assert (logits(many) - expected).abs().max() < 1e-4 * expected.abs().max()
     tiny.edit_config(many, **said)
-    assert convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).code == 0
+    convert("mha-to-gqa", many, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).succeeded()
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
@@ -180,9 +172,10 @@ def test_repeated_heads_with_norms_merge_without_loss(convert, tmp_path, method,
     size = {"hidden_size": 64, "initializer_range": 0.3, "layer_types": [kind] * 2, "sliding_window": 64}
     source = tiny.save(tiny.build("exaone4", num_key_value_heads=2, **size), tmp_path / "source")
     expected = logits(source)
-    assert convert("repeat-kv", source, tmp_path / "many", "--groups", 8).code == 0
-    result = convert("mha-to-gqa", tmp_path / "many", tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS)
-    assert result.code == 0, result.err
+    convert("repeat-kv", source, tmp_path / "many", "--groups", 8).succeeded()
+    convert(
+        "mha-to-gqa", tmp_path / "many", tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS
+    ).succeeded()
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
@@ -196,9 +189,9 @@ def test_query_heads_of_one_norm_keep_their_lengths(convert, tmp_path, method, g
             weight = layer.self_attn.q_proj.weight
             weight.view(8, -1, 64).mul_(torch.linspace(0.25, 2, 8)[:, None, None])
     source = tiny.save(model, tmp_path / "source")
-    assert convert("repeat-kv", source, tmp_path / "many", "--groups", 8).code == 0
+    convert("repeat-kv", source, tmp_path / "many", "--groups", 8).succeeded()
     command = ("mha-to-gqa", tmp_path / "many", tmp_path / "out", "--groups", groups, "--method", method, *BY_WEIGHTS)
-    assert convert(*command).code == 0
+    convert(*command).succeeded()
     expected = logits(source)
     assert (logits(tmp_path / "out") - expected).abs().max() < 2e-4 * expected.abs().max()
 
@@ -226,9 +219,8 @@ def test_norms_of_queries_and_keys_are_merged_too(convert, tmp_path, family):
     model = tiny.build(family, vocab_size=300, hidden_size=128, initializer_range=0.15, **size)
     source = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
     out = tmp_path / "out"
-    result = convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024)
-    assert result.code == 0, result.err
-    assert convert("verify", source, out).code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024).succeeded()
+    convert("verify", source, out).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(out)
     norms = [name for name in before if "self_attn" in name and "norm" in name]
     assert len(norms) == 2 * tiny.N_LAYERS
@@ -282,3 +274,17 @@ def test_not_finite(convert, tmp_path, method):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", method, *BY_WEIGHTS).refused(
         "model.layers.0.self_attn.o_proj.weight holds NaN or infinite values"
     )
+
+
+@pytest.mark.parametrize("family", ["olmo", "mpt"])
+def test_clipping_is_not_seen_in_weights(convert, tmp_path, family):
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    if family == "mpt":
+        config["attn_config"]["clip_qkv"] = 0.3
+    else:
+        config["clip_qkv"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS)
+    result.refused("clip_qkv = 0.3", "--method mean")
+    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()

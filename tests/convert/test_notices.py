@@ -40,14 +40,13 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     assert json.loads(convert("inspect", source, "--json").out)["notes"] == [warning]
     planned = convert("mha-to-mqa", "--method", "mean", source, out, "--dry-run", "--json")
     assert json.loads(planned.out)["notes"] == [warning]
-    shown = convert("mha-to-mqa", "--method", "mean", source, out)
-    assert shown.code == 0
+    shown = convert("mha-to-mqa", "--method", "mean", source, out).succeeded()
     assert "trust_remote_code=True" in shown.out
     assert f"- {warning}\n" in (out / "README.md").read_text()
     assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map
     assert {f.name for f in out.glob("*.py")} == {f.name for f in source.glob("*.py")}
     assert (out / "modeling_x.py").read_text() == code
-    assert convert("verify", source, out).code == 0
+    convert("verify", source, out).succeeded()
     assert not (tmp_path / "ran").exists()
 
 
@@ -68,7 +67,7 @@ def test_no_note_where_that_code_is_needed(convert, tmp_path):
         vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=8, intermediate_size=40
     )
     source = tiny.save(GPTNeoXForCausalLM(config), tmp_path / "source")
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["notes"] == []
     assert "auto_map" in json.loads((tmp_path / "out/config.json").read_text())
 
@@ -107,9 +106,9 @@ def test_the_record_of_an_uptraining_is_not_copied_with_other_heads(convert, sou
     (source / "uptraining.json").write_text("{}")
     for command, kept in ((("to-hf",), True), (("mha-to-gqa", "--groups", 2, "--method", "mean"), False)):
         out = tmp_path / command[0]
-        assert convert(command[0], source, out, *command[1:]).code == 0
+        convert(command[0], source, out, *command[1:]).succeeded()
         assert (out / "uptraining.json").exists() == kept
-        assert convert("verify", source, out).code == 0
+        convert("verify", source, out).succeeded()
 
 
 def test_runs_inside_the_source_are_not_copied(convert, source, tmp_path):

@@ -54,7 +54,7 @@ def test_run_and_export(tmp_path, uptrain, tied):
     inputs["model"] = save(tmp_path / "pythia", tie_word_embeddings=tied)
     drive([{"arguments": arguments(inputs, tmp_path / "run", steps=4)}])
     assert len([r for r in records(tmp_path / "run") if "loss" in r]) == 4
-    assert uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").succeeded()
 
     for name in (*CODE, "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (inputs["model"] / name).read_bytes(), name
@@ -82,8 +82,7 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
 
 def test_evaluate(tmp_path, uptrain):
     inputs = make_inputs(tmp_path)
-    result = uptrain("evaluate", save(tmp_path / "pythia"), "--data", inputs["held_out"], "--json")
-    assert result.code == 0, result.err
+    result = uptrain("evaluate", save(tmp_path / "pythia"), "--data", inputs["held_out"], "--json").succeeded()
     assert json.loads(result.out)["perplexity"] == pytest.approx(VOCAB, rel=0.1)
 
 

@@ -38,15 +38,14 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
     source, out = write(kind, tmp_path, model), tmp_path / "out"
     plan = json.loads(convert("to-hf", source, out, "--dry-run", "--json").out)
     assert (plan["n_regrouped"], plan["groups"], out.exists()) == (0, n_kv_heads, False)
-    result = convert("to-hf", source, out)
-    assert result.code == 0
+    result = convert("to-hf", source, out).succeeded()
     assert "every tensor was copied" in result.out
     written, expected = tiny.tensors(out), model.state_dict()
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     config = json.loads((out / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, n_kv_heads)
-    assert convert("verify", source, out).code == 0
+    convert("verify", source, out).succeeded()
     card = (out / "README.md").read_text()
     assert "No heads were merged" in card
     assert "Merging costs quality" not in card
@@ -56,9 +55,9 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
 @pytest.mark.parametrize("kind", READERS)
 def test_both_steps_make_what_one_does(convert, tmp_path, kind):
     source = write(kind, tmp_path, tiny.build(vocab_size=64))
-    assert convert("to-hf", source, tmp_path / "hf").code == 0
-    assert convert("mha-to-gqa", "--method", "mean", tmp_path / "hf", tmp_path / "two", "--groups", 2).code == 0
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "one", "--groups", 2).code == 0
+    convert("to-hf", source, tmp_path / "hf").succeeded()
+    convert("mha-to-gqa", "--method", "mean", tmp_path / "hf", tmp_path / "two", "--groups", 2).succeeded()
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "one", "--groups", 2).succeeded()
     one, two = tiny.tensors(tmp_path / "one"), tiny.tensors(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], tensor) for name, tensor in two.items())
@@ -66,7 +65,7 @@ def test_both_steps_make_what_one_does(convert, tmp_path, kind):
 
 
 def test_the_card_tells_what_had_to_be_assumed(convert, tmp_path):
-    assert convert("to-hf", write("meta", tmp_path, tiny.build(vocab_size=64)), tmp_path / "out").code == 0
+    convert("to-hf", write("meta", tmp_path, tiny.build(vocab_size=64)), tmp_path / "out").succeeded()
     card = (tmp_path / "out/README.md").read_text()
     assert "value for value" in card
     assert "- params.json does not give the context length" in card
@@ -95,7 +94,7 @@ def test_the_order_of_formats_in_one_folder(convert, tmp_path):
         assert summary["format"] == kind
         config = ["config.json"] * (kind == "meta")  # made of params.json instead
         assert sorted(summary["left_out"]) == sorted([name for name in left if name not in read] + config)
-        assert convert("to-hf", folder, tmp_path / f"out-{kind}").code == 0
+        convert("to-hf", folder, tmp_path / f"out-{kind}").succeeded()
         tensors = tiny.tensors(tmp_path / f"out-{kind}")
         assert all(torch.equal(tensors[name], tensor) for name, tensor in models[kind].state_dict().items())
         for name in files[kind]:
@@ -117,11 +116,10 @@ def test_names_of_the_hub_resolve_in_the_cache(convert, tmp_path, monkeypatch, n
     (cache / "refs/main").write_text(REVISION)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    result = convert("mha-to-gqa", "--method", "mean", name, "out", "--groups", 2, "--json")
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", "--method", "mean", name, "out", "--groups", 2, "--json").succeeded()
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert (record["source"]["name"], record["source"]["revision"]) == ("org/model", REVISION)
-    assert convert("verify", name, "out").code == 0
+    convert("verify", name, "out").succeeded()
 
 
 def test_a_gguf_file_in_the_hubs_cache_is_named_by_its_model(convert, tmp_path):
@@ -133,7 +131,7 @@ def test_a_gguf_file_in_the_hubs_cache_is_named_by_its_model(convert, tmp_path):
     elsewhere = Path(shutil.copy(blobs / "a1", tmp_path / "own.gguf"))
     for source, name, revision in ((snapshot / "model.gguf", "org/model", REVISION), (elsewhere, "own.gguf", None)):
         out = tmp_path / f"out of {source.name}"
-        assert convert("to-hf", source, out).code == 0
+        convert("to-hf", source, out).succeeded()
         origin = json.loads((out / "groupwise.json").read_text())["source"]
         assert (origin["name"], origin["revision"]) == (name, revision)
 
@@ -154,8 +152,7 @@ def test_sha256_is_taken_from_the_names_of_the_hubs_cache(convert, tmp_path):
         (snapshot / "model.safetensors").rename(blobs / name)
         (snapshot / "model.safetensors").symlink_to(blobs / name)
         out = tmp_path / f"out of {Path(place).name}"
-        result = convert("mha-to-mqa", "--method", "mean", snapshot, out)
-        assert result.code == 0, result.err
+        convert("mha-to-mqa", "--method", "mean", snapshot, out).succeeded()
         (file,) = json.loads((out / "groupwise.json").read_text())["source"]["files"]
         assert file == {"name": "model.safetensors", "bytes": len(content), "sha256": recorded}
         verified = convert("verify", snapshot, out)

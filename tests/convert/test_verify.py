@@ -16,7 +16,7 @@ from model.common import console
 
 @pytest.fixture
 def out(convert, source, tmp_path):
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     return tmp_path / "out"
 
 
@@ -174,14 +174,14 @@ def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated
     """They name options that are gone: what this version always does is verified, and all else refused."""
     out = tmp_path / "out"
     more = () if method == "mean" else ("--calibration", "none")
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).succeeded()
     record = json.loads((out / "groupwise.json").read_text())
     renorms, groupings = ("none", "norm", "spread"), ("contiguous", "similar")
     for option, value in [*(("renorm", value) for value in renorms), *(("grouping", value) for value in groupings)]:
         (out / "groupwise.json").write_text(json.dumps({**record, option: value}))
         result = convert("verify", source, out)
         if value in (repeated, "contiguous"):
-            assert result.code == 0, result.err
+            result.succeeded()
         else:
             result.refused(f"records {option} = '{value}', which this version cannot repeat")
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import real_runs
-from staged import MEAN
+from commands import MEAN
 from tiny_tokenizers import make_tokenizer
 
 

@@ -70,7 +70,7 @@ def test_utf16_file(prepare, tmp_path):
 def test_good_in_spite_of_bom_crlf_length_and_a_missing_newline(prepare, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + line("a")[:-1] + b"\r\n" + line("ab" * 1_500_000) + line("b")[:-1])
-    assert prepare(path).code == 0
+    prepare(path).succeeded()
     assert TokenCache.open(tmp_path / "out").manifest.n_documents == 3
 
 
@@ -104,8 +104,7 @@ SKIP = ("--on-bad-record", "skip")
 def test_skipped_records_are_counted(prepare, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 500 + b"{\n" + line() * 1499)
-    result = prepare(path, options=SKIP)
-    assert result.code == 0
+    result = prepare(path, options=SKIP).succeeded()
     assert "1 bad" in result.out
     manifest = TokenCache.open(tmp_path / "out").manifest
     assert manifest.n_documents == 1999
@@ -139,8 +138,7 @@ def test_a_file_without_documents_is_listed(prepare, tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.jsonl").write_bytes(line() * 80)
     (tmp_path / "texts/b.jsonl").write_bytes(b'{"text": null}\n' * 200)
-    result = prepare(tmp_path / "texts")
-    assert result.code == 0
+    result = prepare(tmp_path / "texts").succeeded()
     assert "200 null" in result.out
     (source,) = TokenCache.open(tmp_path / "out").manifest.sources
     assert (source["files"], source["documents"]) == (2, 80)
@@ -164,7 +162,7 @@ def test_a_corrected_file_is_all_that_is_done_anew(prepare, tmp_path):
     kept = tmp_path / ".out.groupwise/folder/tokens-00000.bin"
     inode = kept.stat().st_ino
     sources[1].write_bytes(line("b") * 9)
-    assert prepare(*sources).code == 0
+    prepare(*sources).succeeded()
     assert (tmp_path / "out" / kept.name).stat().st_ino == inode
     assert TokenCache.open(tmp_path / "out").manifest.n_documents == 27
 
@@ -182,7 +180,7 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 100 + b"{\n" + line() * 100)
-    assert prepare(path, options=("--tokens", 200, "--workers", 3)).code == 0
+    prepare(path, options=("--tokens", 200, "--workers", 3)).succeeded()
 
 
 # Sources
@@ -239,7 +237,7 @@ def test_a_folder_of_texts_with_links(prepare, tmp_path):
         path.mkdir(parents=True)
         (path / "a.jsonl").write_bytes(line() * n)
     (folder / "part").symlink_to("../store")
-    assert prepare(folder).code == 0
+    prepare(folder).succeeded()
     assert json.loads((tmp_path / "out/manifest.json").read_text())["n_documents"] == 10
     for name, make, words in (
         ("b.jsonl", lambda path: path.symlink_to("/nowhere"), "b.jsonl cannot be read: it is missing"),
@@ -254,7 +252,7 @@ def test_folders_within_folders(prepare, tmp_path):
     folder = tmp_path / "texts"
     (folder / "/".join("a" * 64)).mkdir(parents=True)
     (folder / "/".join("a" * 64) / "a.jsonl").write_bytes(line())
-    assert prepare(folder).code == 0
+    prepare(folder).succeeded()
     (folder / "/".join("a" * 65)).mkdir()
     prepare(folder).refused(f"{folder} holds folders more than 64 levels deep; move them elsewhere")
 
@@ -301,7 +299,7 @@ def test_too_few_tokens(prepare, tmp_path):
         f"--data {paths[0]} has 30 tokens, fewer than its 0.5 of --tokens 100, which is 50; "
         "lower --tokens to 60 or less"
     )
-    assert prepare(*weighted, ids=True, options=("--tokens", 60)).code == 0
+    prepare(*weighted, ids=True, options=("--tokens", 60)).succeeded()
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -368,7 +366,7 @@ def test_source_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
     prepare(path).refused(f"{path} changed while it was read; run the same command when nothing writes to it")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    assert prepare(path).code == 0
+    prepare(path).succeeded()
 
 
 def test_source_that_changes_under_a_worker(tmp_path):
@@ -435,8 +433,7 @@ def test_text_on_which_the_tokenizer_gives_up(uptrain, tmp_path, giving_up):
     arguments = ("prepare", "--data", path, "--tokenizer", giving_up, "--seq-len", 8, "--out", tmp_path / "out")
     reason = "the tokenizer cannot encode the text (Onig: Regex search error: retry-limit-in-match over)"
     uptrain(*arguments).refused(f"Error: {path}:801: {reason}; correct it, or skip such records")
-    result = uptrain(*arguments, *SKIP)
-    assert result.code == 0, result.err
+    uptrain(*arguments, *SKIP).succeeded()
     manifest = TokenCache.open(tmp_path / "out").manifest
     assert (manifest.n_documents, manifest.sources[0]["skipped"]) == (2000, 1)
 

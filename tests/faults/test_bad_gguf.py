@@ -6,9 +6,9 @@ import struct
 import numpy as np
 import pytest
 import tiny
+from commands import refuser
 from gguf_files import write_gguf
 from limits import bounded
-from refusals import refuser
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.formats.gguf.header import MAX_ELEMENTS
@@ -273,3 +273,9 @@ def test_gguf_not_finite(refuse, tmp_path):
     model = tiny.build()
     model.model.layers[0].self_attn.k_proj.weight.data[3, 3] = np.inf
     refuse("layers.0.self_attn.k_proj", "NaN or infinite", path=write_gguf(tmp_path / "x.gguf", model))
+
+
+def test_a_part_of_a_gguf(convert, tmp_path):
+    model = tiny.build(vocab_size=300)
+    part = write_gguf(tmp_path / "a-00001-of-00002.gguf", model, **{"split.count": 2, "split.no": 0})
+    convert("to-hf", part, tmp_path / "out").refused("is one of 2 parts", "llama-gguf-split --merge")

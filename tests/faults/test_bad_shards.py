@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny
 import torch
+from commands import refuser
 from damage import edit_index
-from refusals import refuser
 from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -156,6 +156,13 @@ def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):
     copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), home)
     assert not copies.keys() & weight_map.keys()
     edit_index(source, lambda index: index["weight_map"].update(copies))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "merged", "--groups", 2).succeeded()
     edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": home}))
     convert("inspect", source).refused("model.extra.weight", "does not hold it")
+
+
+def test_weights_under_another_name(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.safetensors")
+    words = "but pytorch_model.safetensors; rename it to model.safetensors"
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").refused(words)

@@ -6,8 +6,10 @@ import os
 import pytest
 import tiny
 import torch
+from commands import refuser
 from damage import rewrite
-from refusals import refuser
+from safetensors.torch import save_file
+from tiny_tokenizers import make_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -332,10 +334,31 @@ def test_a_checkpoint_of_megatron(refuse, tmp_path, name):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_bytes(b"10")
-    refuse(f"{tmp_path / 'run'} itself holds no weights", "a checkpoint of Megatron", "export it", path=tmp_path / "run")
+    folder = tmp_path / "run"
+    refuse(f"{folder} itself holds no weights", "a checkpoint of Megatron", "export it", path=folder)
 
 
 def test_an_archive_of_nemo(refuse, tmp_path):
     path = tmp_path / "model.nemo"
     path.write_bytes(b"tar")
     refuse("an archive of NeMo", "export it as a Hugging Face folder first", path=path)
+
+
+def test_biases_that_the_config_does_not_declare(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, attention_bias=True), tmp_path / "source"), 300)
+    tiny.edit_config(folder, attention_bias=False)
+    tensor, reason = "holds the tensor model.layers.0.self_attn.k_proj.bias", "unknown to its config.json"
+    calibrated = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    calibrated.refused(f"{tensor}, {reason}")
+    convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(tensor, reason)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_tensor(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder) | {"extra": torch.zeros(0, 4)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--groups", 2, "--calibration", "self", "--calibration-tokens", 1024, "--refine", 0)
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused(
+        "holds a tensor unknown to its config.json: extra"
+    )

@@ -29,8 +29,8 @@ def test_write_fails_midway(convert, source, tmp_path):
     assert f"kept in {tmp_path / '.out.groupwise'}" in result.stderr
     assert "the same command continues" in result.stderr
     assert not (tmp_path / "out").exists()
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).code == 0
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).succeeded()
+    convert("verify", source, tmp_path / "out").succeeded()
     assert not (tmp_path / ".out.groupwise").exists()
 
 
@@ -75,7 +75,7 @@ def test_read_fails_midway(convert, source, tmp_path, monkeypatch):
     assert result.code == 1
     assert os.strerror(errno.EIO) in result.err
     assert "kept in" in result.err
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").succeeded()
 
 
 def test_source_shrinks_while_it_is_read(convert, source, tmp_path, monkeypatch):
@@ -119,5 +119,5 @@ def test_copy_falls_back_where_the_kernel_cannot(convert, source, tmp_path, monk
 
     convert("mha-to-mqa", "--method", "mean", source, tmp_path / "kernel")
     monkeypatch.setattr(os, "copy_file_range", refuse)
-    assert convert("mha-to-mqa", "--method", "mean", source, tmp_path / "by-hand").code == 0
+    convert("mha-to-mqa", "--method", "mean", source, tmp_path / "by-hand").succeeded()
     assert tiny.snapshot(tmp_path / "kernel") == tiny.snapshot(tmp_path / "by-hand")

@@ -64,7 +64,7 @@ def test_any_bytes_changed_are_read_or_refused(convert, small_files, small_outpu
     if result.code:
         result.refused(str(source))
     else:
-        assert convert("verify", source, tmp_path / "out").code == 0
+        convert("verify", source, tmp_path / "out").succeeded()
         shapes = {name: tensor.shape for name, tensor in tiny.tensors(tmp_path / "out").items()}
         assert shapes == {name: tensor.shape for name, tensor in small_outputs[kind.strip()].items()}
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -73,7 +73,7 @@ def test_any_bytes_changed_are_read_or_refused(convert, small_files, small_outpu
 
 def test_the_undamaged_ones_are_read(convert, small_files, tmp_path):
     for kind in ("bin", "meta", "dcp"):
-        assert convert("mha-to-mqa", "--method", "mean", small_files / kind, tmp_path / kind).code == 0
+        convert("mha-to-mqa", "--method", "mean", small_files / kind, tmp_path / kind).succeeded()
 
 
 @pytest.mark.parametrize("damage", ["is attention in a layout", "holds NaN or infinite values"])

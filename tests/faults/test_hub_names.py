@@ -1,9 +1,11 @@
 """Names of models that are not in the hub's cache, or that are no names."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import real_runs
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -50,3 +52,16 @@ def test_a_file_of_a_model(convert, uptrain, source):
         words = f"{path} is one file of a checkpoint; give its folder: {source}"
         convert("inspect", path).refused(words)
         uptrain("plan", path, "--steps", 5).refused(words)
+
+
+def test_names_of_models_in_the_hubs_cache(uptrain, runs, tmp_path, monkeypatch):
+    folder = tmp_path / "cache/models--acme--tiny"
+    shutil.copytree(runs.inputs["model"], folder / "snapshots" / ("a" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    named, direct = tmp_path / "named", tmp_path / "direct"
+    uptrain(*real_runs.arguments({**runs.inputs, "model": "acme/tiny"}, named, steps=4)).succeeded()
+    uptrain(*real_runs.arguments(runs.inputs, direct, steps=4)).succeeded()
+    real_runs.assert_same_run(named, direct)
+    uptrain("evaluate", "acme/other", "--data", runs.inputs["data"]).refused("hf download acme/other")

@@ -23,7 +23,7 @@ def kill_at(tmp_path):
 
 @pytest.fixture
 def expected(convert, source, tmp_path):
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", "--groups", 2).succeeded()
     return tiny.snapshot(tmp_path / "expected")
 
 
@@ -39,7 +39,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected, k
         killed += 1
         assert not out.exists() or tiny.snapshot(out) == expected, n
         if not out.exists():
-            assert convert(*arguments).code == 0
+            convert(*arguments).succeeded()
         assert tiny.snapshot(out) == expected, n
         shutil.rmtree(out)
         shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
@@ -54,7 +54,7 @@ def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected, kill_a
     staging = tmp_path / ".out.groupwise"
     finished = {p.name: p.stat().st_ino for p in (staging / "folder").glob("*.safetensors")}
     assert finished
-    assert convert(*arguments).code == 0
+    convert(*arguments).succeeded()
     assert {name: (out / name).stat().st_ino for name in finished} == finished
     assert tiny.snapshot(out) == expected
     assert not staging.exists()
@@ -64,10 +64,10 @@ def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected, kill_a
 def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, family, changes, kill_at):
     source = tiny.save(tiny.build(family, **changes), tmp_path / family, "bfloat16", max_shard_size="10KB")
     arguments = ("--groups", 2, "--method", "random", "--workers", 1)
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", *arguments).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "expected", *arguments).succeeded()
     assert kill_at(14, "mha-to-gqa", "--method", "mean", source, tmp_path / "out", *arguments) == -signal.SIGKILL
     assert list((tmp_path / ".out.groupwise/folder").glob("*.safetensors"))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", *arguments[:-1], 4).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", *arguments[:-1], 4).succeeded()
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "expected")
 
 
@@ -87,8 +87,8 @@ def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expe
         os.utime(shard, ns=(1, 1))
     else:
         tiny.edit_config(source, rms_norm_eps=0.5)
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).code == 0
-    assert convert("verify", source, out).code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).succeeded()
+    convert("verify", source, out).succeeded()
     assert json.loads((out / "groupwise.json").read_text())["method"] == method
 
 
@@ -98,7 +98,7 @@ def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expec
     kill_at(10, *arguments)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-5])
-    assert convert(*arguments).code == 0
+    convert(*arguments).succeeded()
     assert tiny.snapshot(out) == expected
 
 
@@ -117,7 +117,7 @@ def test_killed_while_replacing(convert, source, tmp_path, expected, kill_at):
         between += not out.exists()
         folders = [p for p in (out, tmp_path / ".out.groupwise/replaced") if p.exists()]
         assert any(tiny.snapshot(p) in (old, expected) for p in folders)
-        assert convert(*arguments).code == 0
+        convert(*arguments).succeeded()
         assert tiny.snapshot(out) == expected
     assert code == 0
     assert between

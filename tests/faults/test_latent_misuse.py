@@ -9,10 +9,11 @@ import latent
 import pytest
 import tiny
 import torch
+from commands import left_behind
+from damage import edit_tensors
 from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
-from staged import left_behind
 from tiny_tokenizers import make_tokenizer
 
 from convert import conversion
@@ -123,7 +124,7 @@ def test_models_that_are_not_causal(refused, source, tmp_path):
 
 
 def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path):
-    assert convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).succeeded()
     refused("deepseek_v3", "latent attention (MLA)", path=tmp_path / "mla")
     for command in (("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2), ("inspect", tmp_path / "mla")):
         for more in ((), ("--json",)):
@@ -136,7 +137,7 @@ def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path)
 def test_transformers_does_not_warn_of_a_key_where_a_tokenizer_is_opened(convert, tmp_path):
     """It does where the model is opened; a note says that this is harmless."""
     source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
-    assert convert("mha-to-mla", source, tmp_path / "mla", "--latent", 12, "--rope", 16, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, tmp_path / "mla", "--latent", 12, "--rope", 16, *BY_WEIGHTS).succeeded()
     assert "unrecognised key, beta_fast, which is harmless" in (tmp_path / "mla/README.md").read_text()
     records = []
     handler = logging.Handler()
@@ -169,7 +170,7 @@ def test_damaged_weights(refused, source):
     def damaged(name, tensor):
         return torch.full_like(tensor, torch.nan) if name.endswith("layers.1.self_attn.v_proj.weight") else tensor
 
-    latent.edit_tensors(source, damaged)
+    edit_tensors(source, damaged)
     refused("v_proj.weight holds NaN")
 
 
@@ -210,13 +211,13 @@ def test_out_exists(convert, source, tmp_path):
 
 def test_overwriting_and_a_dry_run(convert, source, tmp_path):
     target = tmp_path / "target"
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--dry-run").code == 0
+    convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--dry-run").succeeded()
     assert not target.exists() and not left_behind(tmp_path)
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).succeeded()
     first = tiny.snapshot(target)
-    assert convert("mha-to-mla", source, target, "--latent", 14, "--rope", 8, *BY_WEIGHTS, "--overwrite").code == 0
+    convert("mha-to-mla", source, target, "--latent", 14, "--rope", 8, *BY_WEIGHTS, "--overwrite").succeeded()
     assert tiny.snapshot(target) != first
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--overwrite").code == 0
+    convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS, "--overwrite").succeeded()
     assert tiny.snapshot(target) == first
 
 
@@ -236,7 +237,7 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
 )
 def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
     target = tmp_path / "target"
-    assert convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, target, *SIZE, *BY_WEIGHTS).succeeded()
     record = json.loads((target / "groupwise.json").read_text())
     if "latent" in change:
         record["latent"] = change["latent"]
@@ -252,7 +253,7 @@ def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
 
 def test_killed_at_every_step_to_the_disk(convert, source, tmp_path):
     arguments = ("mha-to-mla", source, tmp_path / "target", *SIZE, *BY_WEIGHTS, "--workers", 1)
-    assert convert("mha-to-mla", source, tmp_path / "expected", *SIZE, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, tmp_path / "expected", *SIZE, *BY_WEIGHTS).succeeded()
     expected, n = tiny.snapshot(tmp_path / "expected"), 0
     while True:
         n += 3
@@ -260,7 +261,7 @@ def test_killed_at_every_step_to_the_disk(convert, source, tmp_path):
         if code != -signal.SIGKILL:
             break
         if not (tmp_path / "target").exists():
-            assert convert(*arguments).code == 0
+            convert(*arguments).succeeded()
         assert tiny.snapshot(tmp_path / "target") == expected, n
         shutil.rmtree(tmp_path / "target")
         shutil.rmtree(tmp_path / ".target.groupwise", ignore_errors=True)

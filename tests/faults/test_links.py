@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import MEAN
 from tiny_tokenizers import make_tokenizer
 
 SECRET = b"a key of this machine"
@@ -29,9 +30,6 @@ def skipped_files(convert, source):
     return json.loads(convert("inspect", source, "--json").out)["left_out"]
 
 
-MEAN = ("--groups", 2, "--method", "mean")
-
-
 def test_links_out_of_source_are_not_copied(convert, source, tmp_path, secret):
     (source / "docs").symlink_to(secret.parent)
     (source / "vocab.txt").symlink_to(secret)
@@ -43,15 +41,14 @@ def test_links_out_of_source_are_not_copied(convert, source, tmp_path, secret):
     names = [f"{name}{outside}" for name in ("README.md", "deep/relative.txt", "docs/", "vocab.txt")]
     assert sorted(skipped_files(convert, source)) == names
     assert f"vocab.txt{outside}" in convert("inspect", source).out
-    result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
-    assert result.code == 0
+    result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
     assert f"docs/{outside}" in result.out
     assert SECRET not in all_bytes(tmp_path / "out")
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_verify_names_links_in_out(convert, source, tmp_path, secret):
-    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
     (tmp_path / "out/vocab.txt").symlink_to(secret)
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "the file vocab.txt (a link out of the folder) is not the source's" in result.err) == (3, True)
@@ -63,7 +60,7 @@ def test_links_inside_source_are_followed(convert, source, tmp_path):
     (source / "b.txt").symlink_to("texts/a.txt")
     (source / "c.txt").symlink_to(source / "texts/a.txt")
     (tmp_path / "link to source").symlink_to(source)
-    assert convert("mha-to-gqa", tmp_path / "link to source", tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", tmp_path / "link to source", tmp_path / "out", *MEAN).succeeded()
     for name in ("texts/a.txt", "b.txt", "c.txt"):
         assert (tmp_path / "out" / name).read_text() == "inside"
 
@@ -91,8 +88,7 @@ def test_a_snapshot_of_the_hub_is_whole_but_links_elsewhere_are_not_followed(con
     other.mkdir(parents=True)
     (other / "1").write_bytes(SECRET)
     (snapshot / "other.txt").symlink_to(other / "1")
-    result = convert("mha-to-gqa", snapshot, tmp_path / "out", *MEAN, "--json")
-    assert result.code == 0, result.err
+    result = convert("mha-to-gqa", snapshot, tmp_path / "out", *MEAN, "--json").succeeded()
     assert sorted(json.loads(result.out)["left_out"]) == [
         "other.txt (a link out of the folder)", "vocab.txt (a link out of the folder)",
     ]  # fmt: skip
@@ -134,7 +130,7 @@ def test_weights_may_lie_elsewhere(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "source")
     (source / "model.safetensors").rename(tmp_path / "big.safetensors")
     (source / "model.safetensors").symlink_to(tmp_path / "big.safetensors")
-    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
     assert skipped_files(convert, source) == []
 
 
@@ -148,7 +144,7 @@ def test_special_files_are_not_opened(convert, source, tmp_path, monkeypatch):
     assert skipped == [
         "notes.txt (not a regular file)", "null (a link out of the folder)", "s (not a regular file)",
     ]  # fmt: skip
-    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
     assert not (tmp_path / "out/notes.txt").exists()
 
 

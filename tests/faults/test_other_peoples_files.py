@@ -8,7 +8,7 @@ import stat
 import pytest
 import real_runs
 import tiny
-from staged import MEAN, left_behind
+from commands import MEAN, left_behind
 
 # Files that appear during the work
 
@@ -41,7 +41,7 @@ def test_out_that_appears_meanwhile_is_left(writers, tmp_path, monkeypatch, name
     mine = {"folder": out / "precious.txt", "file": out}.get(kind)
     assert out.is_symlink() if mine is None else mine.read_text() == "mine"
     shutil.rmtree(out) if kind == "folder" else out.unlink()
-    assert command().code == 0
+    command().succeeded()
     assert left_behind(tmp_path) == []
 
 
@@ -75,8 +75,8 @@ def test_copies_have_the_permissions_of_new_files(uptrain, finished_run, tmp_pat
     settings["settings"]["schedule"] = "constant"
     (other / "run.json").unlink()
     (other / "run.json").write_text(json.dumps(settings))
-    assert uptrain("extend", other, "--out", out, "--steps", 6, "--max-minutes", 0).code == 0
-    assert uptrain("export", other, tmp_path / "out").code == 0
+    uptrain("extend", other, "--out", out, "--steps", 6, "--max-minutes", 0).succeeded()
+    uptrain("export", other, tmp_path / "out").succeeded()
     made = [path for folder in (out, tmp_path / "out") for path in folder.rglob("*") if path.is_file()]
     assert len(made) > 10
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o200 for path in made)
@@ -87,15 +87,15 @@ def test_a_users_own_copy_of_a_checkpoint_stays(uptrain, finished_run, tmp_path,
     """It is none of the run's: neither rotated away, nor in the way of other commands."""
     inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
     options = ("--keep-last", 1, "--save-every-steps", 1, "--schedule", "constant")
-    assert uptrain(*real_runs.arguments(inputs, out, *options, steps=4), "--max-minutes", 0).code == 0
+    uptrain(*real_runs.arguments(inputs, out, *options, steps=4), "--max-minutes", 0).succeeded()
     mine = shutil.copytree(out / "checkpoints/step-00000001", out / "checkpoints" / name)
     before = tiny.snapshot(mine)
-    assert uptrain("resume", out).code == 0
+    uptrain("resume", out).succeeded()
     assert tiny.snapshot(mine) == before
     assert real_runs.checkpoints(out) == sorted([name, "step-00000004"])
     assert [entry["step"] for entry in json.loads(uptrain("status", out, "--json").out)["checkpoints"]] == [4]
-    assert uptrain("extend", out, "--out", tmp_path / "longer", "--steps", 5, "--max-minutes", 0).code == 0
-    assert uptrain("export", out, tmp_path / "out").code == 0
+    uptrain("extend", out, "--out", tmp_path / "longer", "--steps", 5, "--max-minutes", 0).succeeded()
+    uptrain("export", out, tmp_path / "out").succeeded()
 
 
 # Names
@@ -145,3 +145,16 @@ def test_names_that_are_too_long(convert, uptrain, source, finished_run, ids, tm
     prepare = ("prepare", "--data", ids, "--vocab-size", 300, "--seq-len", 8, "--out", out)
     uptrain(*prepare).refused("has a name of more than")
     assert left_behind(tmp_path) == []
+
+
+def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
+    out = tmp_path / "out"
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    (out / "text.txt").write_text("A text to calibrate on. " * 2000)
+    text = ("--calibration", out / "text.txt", "--overwrite")
+    for groups in (2, 8, 5):  # 8 heads stay 8; 5 are not possible
+        options = ("--groups", groups, "--calibration-tokens", 1024)
+        convert("mha-to-gqa", source, out, *options, *text).refused("holds the calibration text", "would delete")
+    (out / ".git").mkdir()
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git")
+    assert (out / "text.txt").exists() and (out / ".git").exists()

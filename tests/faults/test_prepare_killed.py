@@ -58,7 +58,7 @@ def ids_source(tmp_path):
 def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_source, share):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
     arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
-    assert uptrain(*arguments, "--out", tmp_path / "expected").code == 0
+    uptrain(*arguments, "--out", tmp_path / "expected").succeeded()
     expected = tiny.snapshot(tmp_path / "expected")
     killed = 0
     for n in range(1, 100):
@@ -70,9 +70,9 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
         killed += 1
         wait_until(lambda process=process: not processes_of(process.pid))
         assert not out.exists() or tiny.snapshot(out) == expected, n
-        assert uptrain(*arguments, "--out", out).code == 0
+        uptrain(*arguments, "--out", out).succeeded()
         assert tiny.snapshot(out) == expected, n
-    assert result.code == 0
+    result.succeeded()
     assert killed >= (2 if share else 8)
 
 
@@ -107,7 +107,7 @@ def expected_of_long(tmp_path_factory, long_source, tokenizer):
     out = tmp_path_factory.mktemp("expected") / "out"
     arguments = ("prepare", "--data", long_source, "--tokenizer", tokenizer, "--seq-len", 64, "--workers", 1)
     process = forks.start_program("uptrain", *arguments, "--out", out, output=out.with_name("output"), before=SLOW)
-    assert forks.finish([process], [out.with_name("output")])[0].code == 0
+    forks.finish([process], [out.with_name("output")])[0].succeeded()
     return tiny.snapshot(out)
 
 
@@ -143,7 +143,7 @@ def test_signal_in_the_middle(
     names = [name for number in units_done for name in shard_names(int(number))]
     finished = {name: (tmp_path / ".out.groupwise/folder" / name).stat().st_ino for name in names}
     assert finished
-    assert uptrain(*arguments).code == 0
+    uptrain(*arguments).succeeded()
     assert {name: (out / name).stat().st_ino for name in finished} == finished
     assert tiny.snapshot(out) == expected_of_long
 
@@ -210,14 +210,14 @@ def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
     with Staging(tmp_path / "out"):
         prepare(ids_source, ids=True).refused("is being written by process", "out")
     assert not (tmp_path / ".out.groupwise").exists()
-    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    prepare(ids_source, ids=True, options=("--shard", "1/2")).succeeded()
     with Staging(tmp_path / "out.shard-1-of-2"):
         prepare(ids_source, ids=True).refused("is being written by process", "out.shard-1-of-2")
-    assert prepare(ids_source, ids=True).code == 0
+    prepare(ids_source, ids=True).succeeded()
 
 
 def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
-    assert prepare(ids_source, ids=True, options=("--shard", "1/2")).code == 0
+    prepare(ids_source, ids=True, options=("--shard", "1/2")).succeeded()
     prepare(ids_source).refused(".out.shard-1-of-2.groupwise was made with another tokenizer")
 
 
@@ -230,14 +230,14 @@ def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
     assert result.code == 1
     assert "No space left on device; finished work is kept in" in result.err
     monkeypatch.undo()
-    assert prepare(ids_source, ids=True).code == 0
+    prepare(ids_source, ids=True).succeeded()
 
 
 # The cache afterwards
 
 
 def test_truncated_cache(prepare, tmp_path, ids_source):
-    assert prepare(ids_source, ids=True).code == 0
+    prepare(ids_source, ids=True).succeeded()
     os.truncate(tmp_path / "out/tokens-00000.bin", 100)
     with pytest.raises(InputError, match=r"tokens-00000\.bin has 100 bytes where the manifest says 1600; prepare"):
         TokenCache.open(tmp_path / "out")

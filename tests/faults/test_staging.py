@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from staged import MEAN, left_behind
+from commands import MEAN, left_behind
 
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
@@ -37,7 +37,7 @@ def test_any_later_command_puts_back_what_was_taken_away(convert, source, tmp_pa
     out = tmp_path / "out"
     convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups).refused("exists")
     assert tiny.snapshot(out) == killed_between
-    assert convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups, "--overwrite").code == 0
+    convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups, "--overwrite").succeeded()
     assert left_behind(tmp_path) == []
 
 
@@ -61,7 +61,7 @@ def test_killed_after_the_new_one_is_in_place(convert, source, tmp_path):
     with pytest.raises(CheckpointError, match="exists"), Staging(out):
         pass
     assert left_behind(tmp_path) == []
-    assert convert("verify", source, out).code == 0
+    convert("verify", source, out).succeeded()
 
 
 # The journal, and what a run before left
@@ -117,9 +117,9 @@ def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path
     assert (tmp_path / ".out.groupwise/folder/notes/more.txt").exists()
     shutil.rmtree(source / "notes")
     (source / "notes.txt").unlink()
-    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("notes")]
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
@@ -157,4 +157,4 @@ def test_leftovers_that_cannot_be_removed_are_not_taken_for_new_work(convert, so
         result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
     assert result.code == 1
     assert "Device or resource busy" in result.err
-    assert convert("mha-to-gqa", source, tmp_path / "out", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()

@@ -26,7 +26,7 @@ def command(tmp_path, monkeypatch):
 
 @pytest.fixture
 def expected(uptrain, command, tmp_path):
-    assert uptrain(*command, "--out", tmp_path / "expected").code == 0
+    uptrain(*command, "--out", tmp_path / "expected").succeeded()
     files = tiny.snapshot(tmp_path / "expected")
     assert len(files) > 8
     return files
@@ -44,7 +44,7 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, command, expected, 
             break
         killed += 1
         assert not out.exists() or tiny.snapshot(out) == expected, n
-        assert uptrain(*command, "--out", out).code == 0
+        uptrain(*command, "--out", out).succeeded()
         assert tiny.snapshot(out) == expected, n
     assert code == 0
     assert killed >= (8 if share else 16)
@@ -71,5 +71,5 @@ def test_killed_at_random_moments(uptrain, tmp_path, command, expected):
         forks.finish([process], [output])
         assert not out.exists() or tiny.snapshot(out) == expected
     if not out.exists():
-        assert uptrain(*command, "--out", out).code == 0
+        uptrain(*command, "--out", out).succeeded()
     assert tiny.snapshot(out) == expected

@@ -1,4 +1,4 @@
-"""Names of files and tensors reach no terminal raw, and make nothing of their own in Markdown and HTML."""
+"""What reaches terminals: no name of a file or tensor raw, nor as Markdown or HTML; and readers that leave."""
 
 import ast
 import json
@@ -113,7 +113,7 @@ def test_the_card_of_a_conversion(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "x|<img src=y>[z](w)")
     path = source / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "n_head_kv": "|<script>\n# [a](b)"}))
-    assert convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
     section = (tmp_path / "out/README.md").read_text().partition("<!-- groupwise: begin -->")[2]
     assert r"| Base model | x\|\<img src=y\>\[z\](w) |" in section
     assert r"\<script\>" in section
@@ -186,3 +186,41 @@ def test_closed_and_full_streams(tmp_path):
 def test_a_terminal_without_width(tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "source")
     assert "K/V heads" in run_in_shell("COLUMNS=0 $convert inspect $1", source).stdout
+
+
+def program(*arguments, **environment):
+    words = [sys.executable, "-m", "convert", *map(str, arguments)]
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}, text=True
+    )
+
+
+@pytest.mark.parametrize(("groups", "code"), [(2, 0), (3, 2)])
+def test_a_reader_that_leaves_changes_no_exit_code(source, tmp_path, groups, code):
+    process = program("mha-to-gqa", source, tmp_path / "out", "--groups", groups, "--method", "mean")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait() == code
+    assert (tmp_path / "out").exists() == (code == 0)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("mha-to-gqa", "--help")])
+def test_a_reader_of_help_that_leaves(arguments):
+    process = program(*arguments)
+    process.stdout.close()
+    with process.stderr:
+        assert (process.wait(), process.stderr.read()) == (0, "")
+
+
+def test_a_terminal_of_few_characters(source, tmp_path):
+    arguments = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean")
+    out, err = (process := program(*arguments, PYTHONIOENCODING="ascii")).communicate()
+    assert (process.returncode, err) == (0, "")
+    assert r"8 \u2192 2" in out
+
+
+@pytest.mark.parametrize("rank", ["1", ""])
+def test_errors_do_not_depend_on_a_launcher(source, tmp_path, rank):
+    process = program("mha-to-gqa", source, tmp_path / "out", "--groups", 3, "--method", "mean", LOCAL_RANK=rank)
+    _, err = process.communicate()
+    assert process.returncode == 2 and err.startswith("Error: --groups 3 is not possible")

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import real_runs
 import tiny
 from fault_injection import Fault, Faults, run
 from faulty_runs import error_of, succeed
@@ -88,7 +89,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(runs, killed, tmp_path, monkeyp
     damages = [each["damage"] for each in json.loads(verified.out)["checkpoints"]]
     assert (verified.code, [damage[:27] for damage in damages]) == (1, ["cannot be read: [Errno 116]"] * 2)
     assert checkpoints(out) == ["step-00000004", "step-00000008"]
-    assert uptrain("resume", out).code == 0
+    uptrain("resume", out).succeeded()
     assert_same_run(out, runs.expected())
 
 
@@ -138,3 +139,21 @@ def test_going_back_never_removes_the_only_whole_one(runs, killed, tmp_path):
     succeed(("resume", out), tmp_path)
     assert events(out, "resumed")[-1]["step"] == 6
     assert_same_run(out, runs.expected())
+
+
+def test_a_damaged_checkpoint_takes_no_place(uptrain, runs, tmp_path):
+    """Of the last two that are kept."""
+    run = tmp_path / "run"
+    more = ("--save-every-steps", 3, "--keep-last", 2, "--schedule", "constant")
+    uptrain(*real_runs.arguments(runs.inputs, run, *more, steps=6)).succeeded()
+    assert checkpoints(run) == ["step-00000003", "step-00000006"]
+    next((run / "checkpoints/step-00000006/tensors").glob("*.distcp")).write_bytes(b"")
+    longer = tmp_path / "longer"
+    shutil.copytree(run, longer)
+    settings = json.loads((longer / "run.json").read_text())
+    settings["settings"]["save_every"], settings["settings"]["steps"] = 4, 8
+    (longer / "run.json").write_text(json.dumps(settings))
+    uptrain("resume", longer).succeeded()
+    assert checkpoints(longer) == ["step-00000004", "step-00000008"]
+    uptrain("resume", run).succeeded()
+    assert checkpoints(run) == ["step-00000003", "step-00000006"]

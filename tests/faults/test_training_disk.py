@@ -1,5 +1,6 @@
-"""Training continues without the checkpoint that could not be written; only the last one must be."""
+"""Training continues without what could not be written: checkpoints but for the last, its display, its state."""
 
+import errno
 import re
 import shlex
 import shutil
@@ -15,6 +16,8 @@ from faulty_runs import ROTATION, SAVE, UNFINISHED, error_of, only_error, succee
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
 from uptrain.checkpoints import store
+from uptrain.runs import progress
+from uptrain.runs import run as run_module
 
 
 def refused(out):
@@ -251,8 +254,7 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
 
     def start(name, free):
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-        result = uptrain(*real_runs.arguments(inputs, tmp_path / name, *options, steps=4))
-        assert result.code == 0, result
+        result = uptrain(*real_runs.arguments(inputs, tmp_path / name, *options, steps=4)).succeeded()
         return result.err
 
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
@@ -277,3 +279,32 @@ def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):
     succeed(("extend", runs.expected(), "--out", longer, "--steps", "18"), tmp_path, faults=faults)
     assert refused(longer) == ([14], {"[Errno 28] No space left on device"})
     assert checkpoints(longer) == ["step-00000012", "step-00000018"]  # the copied one, of step 10, is of no more use
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_a_display_that_cannot_be_written(uptrain, runs, tmp_path, monkeypatch, number):
+    def full(*arguments, **options):
+        raise OSError(number, "no")
+
+    uptrain(*real_runs.arguments(runs.inputs, tmp_path / "shown")).succeeded()
+    monkeypatch.setattr(progress, "echo", full)
+    uptrain(*real_runs.arguments(runs.inputs, tmp_path / "silent")).succeeded()
+    assert_same_run(tmp_path / "shown", tmp_path / "silent")
+
+
+def test_a_state_that_cannot_be_written_at_the_end(uptrain, runs, tmp_path, monkeypatch):
+    """The run is saved. So is the reason for which it failed, which is printed."""
+    real = run_module._write_state
+
+    def full(folder, status, *rest):
+        if status != "running":
+            raise OSError(errno.ENOSPC, "No space left on device", "run_state.json")
+        real(folder, status, *rest)
+
+    monkeypatch.setattr(run_module, "_write_state", full)
+    result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "run")).succeeded()
+    assert "Warning: run_state.json could not be written" in result.err
+    monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "failing"))
+    assert (result.code, "run_state.json could not" in result.err) == (1, True)
+    assert "full" in result.err.splitlines()[-1]

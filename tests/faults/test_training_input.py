@@ -11,7 +11,7 @@ import tiny
 from fault_injection import Faults, run
 from faulty_runs import error_of, succeed
 from safetensors.torch import load_file, save_file
-from tiny_tokenizers import make_tokenizer
+from tiny_tokenizers import SENTENCES, make_tokenizer
 
 from uptrain.runs.folder import locked
 
@@ -282,3 +282,79 @@ def test_a_parent_that_transformers_stops_at(uptrain, windows, tmp_path):
     parent = tiny.save(tiny.build("gemma"), tmp_path / "parent")
     tiny.edit_config(parent, num_key_value_heads=None)
     uptrain("evaluate", student, "--data", windows, "--teacher", parent).refused(str(parent), "num_key_value_heads")
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval-data"])
+def test_nothing_to_predict(uptrain, inputs, tmp_path, option):
+    empty = caches.write_cache(tmp_path / "empty", [[[1], [2], [3]] * 40], 32, real_runs.VOCAB)
+    more = (option, empty) if option == "--eval-data" else ()
+    changed = inputs if more else {**inputs, "data": empty}
+    uptrain(*real_runs.arguments(changed, tmp_path / "run", *more)).refused(f"{option} {empty} has nothing to predict")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_or_text_is_named(uptrain, inputs, tmp_path):
+    run = ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--steps", 1, "--lr", 1)
+    run += ("--global-batch-tokens", 256)
+    nowhere = tmp_path / "nowhere"
+    uptrain(*run, "--eval-data", nowhere).refused(f"--eval-data {nowhere}: no such file or folder")
+    uptrain(*run, "--teacher", nowhere).refused(f"{nowhere}: no such file or folder; give a model's folder")
+    uptrain("evaluate", nowhere, "--data", inputs["data"]).refused(f"{nowhere}: no such file or folder")
+    two = uptrain(*run, "--data", inputs["held_out"], "--seq-len", 32)
+    two.refused(f"--data {inputs['data']} is a token cache, which stands alone")
+
+
+def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):
+    """Of the same size, with two tokens exchanged."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "model"), 300)
+    teacher = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher"), 300)
+    content = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    run = ("run", model, "--data", texts, "--teacher", teacher, "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    run += ("--global-batch-tokens", 64)
+    uptrain(*run, "--out", tmp_path / "same").succeeded()
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    words = f"the teacher {teacher} has other ids than the student for 2 tokens, such as 'a'"
+    uptrain(*run, "--out", tmp_path / "other").refused(words)
+    assert not (tmp_path / "other.data").exists()
+    evaluate = ("evaluate", model, "--data", texts, "--teacher", teacher, "--seq-len", 32)
+    uptrain(*evaluate).refused(words)
+
+
+def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
+    student = shutil.copytree(inputs["model"], tmp_path / "student")
+    make_tokenizer(student)
+    arguments = real_runs.arguments({**inputs, "model": student}, tmp_path / "run", loss="distill", steps=4)
+    ran = uptrain(*arguments)
+    assert "the same tokenizer is not checked" in ran.err
+
+
+def test_an_empty_option_is_no_default(uptrain, inputs, tmp_path, monkeypatch):
+    """As a variable of the shell that is not set gives it. A folder's data are not meant, even from inside a cache."""
+    monkeypatch.chdir(inputs["data"])
+    out = tmp_path / "run"
+    words = "the path is empty. Is a variable of the shell unset?"
+    uptrain(*real_runs.arguments(inputs, out, "--eval-data", "")).refused(f"--eval-data: {words}")
+    uptrain(*real_runs.arguments({**inputs, "data": ""}, out, "--seq-len", 32)).refused(f"--data: {words}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}])
+def test_ranks_that_no_launcher_has_set(uptrain, inputs, tmp_path, monkeypatch, variables):
+    """A cluster may set them in each process; errors are printed all the same."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    uptrain("status", tmp_path / "none").refused("none does not exist")
+    if "WORLD_SIZE" in variables:
+        uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused("WORLD_SIZE=2 is set, but not LOCAL_RANK")
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5"])
+def test_a_world_size_that_is_no_number(uptrain, inputs, tmp_path, monkeypatch, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    words = f"the variable WORLD_SIZE is {value!r}, not a number of processes"
+    uptrain(*real_runs.arguments(inputs, tmp_path / "run")).refused(words)
+    uptrain("evaluate", inputs["model"], "--data", inputs["data"]).refused(words)

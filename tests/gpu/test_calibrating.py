@@ -39,19 +39,17 @@ def test_other_ways(convert, tmp_path, device, family, options):
 def test_a_text_that_the_model_writes(convert, tmp_path, device, family):
     folder = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
     options = ("--groups", 2, *FIT, "--calibration", "self", "--device", device.type)
-    assert convert("mha-to-gqa", folder, tmp_path / "out", *options).code == 0
-    assert convert("verify", folder, tmp_path / "out", "--device", "cpu").code == 0
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).succeeded()
+    convert("verify", folder, tmp_path / "out", "--device", "cpu").succeeded()
 
 
 def convert_on_both(convert, tmp_path, device, family, *options):
     folder = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
     for name in (device.type, "cpu"):
-        result = convert("mha-to-gqa", folder, tmp_path / name, "--groups", 2, *options, "--device", name)
-        assert result.code == 0, result.err
+        convert("mha-to-gqa", folder, tmp_path / name, "--groups", 2, *options, "--device", name).succeeded()
     return folder
 
 
 def verify_on_both(convert, tmp_path, device, folder):
     for out, other in ((device.type, "cpu"), ("cpu", device.type)):
-        result = convert("verify", folder, tmp_path / out, "--device", other)
-        assert result.code == 0, result.err
+        convert("verify", folder, tmp_path / out, "--device", other).succeeded()

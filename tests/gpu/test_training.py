@@ -76,7 +76,7 @@ def test_compiled_layers(tmp_path, inputs, expected, more):
 
 
 def test_a_step_waits_for_the_device_once(tmp_path, device):
-    """And copies its batches without blocking; `tests/uptrain/test_waiting.py` counts calls on the CPU."""
+    """And copies its batches without blocking; `tests/uptrain/test_training_loop.py` counts calls on the CPU."""
     if device.type != "cuda":
         pytest.skip("CUDA reports what waits for it")
     waits = []

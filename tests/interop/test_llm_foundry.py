@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from numerics.test_other_families import HEAD_DIM, HIDDEN, N_HEADS, mpt
+from other_families import HEAD_DIM, HIDDEN, N_HEADS, mpt
 from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

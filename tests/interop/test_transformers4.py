@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
-from numerics.test_other_families import gpt_neox, t5
+from other_families import gpt_neox, t5
 from torch_files import write_meta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -65,10 +65,10 @@ def test_the_config_names_the_dtype_of_the_tensors(convert, tmp_path):
     folder = tiny.save(tiny.build(), tmp_path / "folder", "bfloat16")
     other = write_dcp(tmp_path / "dcp", cast(tiny.build(), "float32"), 2)
     shutil.copy(folder / "config.json", other)
-    assert convert("to-hf", other, tmp_path / "out").code == 0
+    convert("to-hf", other, tmp_path / "out").succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert {config.get(key, "float32") for key in ("dtype", "torch_dtype")} == {"float32"}
-    assert convert("verify", other, tmp_path / "out").code == 0
+    convert("verify", other, tmp_path / "out").succeeded()
 
 
 class PicklerOfPython_3_11_0(pickle.Pickler):
@@ -109,7 +109,7 @@ def test_a_tied_head_is_written_once(convert, tmp_path, tied):
     model = tiny.build(tie_word_embeddings=True)
     folder = write_dcp(tmp_path / "dcp", prefixed(model.state_dict(), "model."), 2)
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "tie_word_embeddings": tied}))
-    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").succeeded()
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
@@ -205,8 +205,8 @@ def test_where_config_is_found(convert, tmp_path, where):
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
     assert set(summary["side_files"]) == files
-    assert convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).code == 0
-    assert convert("verify", path, tmp_path / "out").code == 0
+    convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).succeeded()
+    convert("verify", path, tmp_path / "out").succeeded()
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8
     if where != "above":
         convert("inspect", path.parent).refused("itself holds no weights", "name the folder of its tensors", str(path))

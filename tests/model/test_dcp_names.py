@@ -147,7 +147,7 @@ def test_olmo_core_s_config_means_the_same_model(convert, tmp_path, how):
     elif how == "grouped":
         block["attention"]["n_kv_heads"] = 4
     _, path = olmo(tmp_path, model, run=run)
-    assert convert("to-hf", path, tmp_path / "out").code == 0
+    convert("to-hf", path, tmp_path / "out").succeeded()
     opened, loading = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
@@ -188,7 +188,7 @@ def test_olmo_core_s_config_that_may_mean_another_model(convert, tmp_path, place
     folder, path = olmo(tmp_path, model, run=run)
     convert("inspect", path).refused(str(tmp_path / "step7/config.json"), "OLMo-core's", key, "put the Hugging Face")
     shutil.copy(folder / "config.json", path)
-    assert convert("inspect", path).code == 0
+    convert("inspect", path).succeeded()
 
 
 def test_olmo_core_s_config_without_the_length(convert, tmp_path):
@@ -205,7 +205,7 @@ def test_without_config(convert, tmp_path):
     _, path = olmo(tmp_path, tiny.build("olmo2"), run=None)
     convert("inspect", path).refused("is OLMo-core's", "of model_type olmo2 or olmo3", "copy it")
     (path / "config.json").write_text(json.dumps(frameworks.olmo_run(tiny.build("olmo2", **OLMO2))))
-    assert convert("inspect", path).code == 0
+    convert("inspect", path).succeeded()
 
 
 def test_config_of_another_framework_is_not_used(convert, tmp_path):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import tiny
-from numerics.test_other_families import t5
+from other_families import t5
 from safetensors.torch import save_file
 
 from convert.merging.recipe import Recipe

@@ -48,7 +48,7 @@ def test_a_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(conve
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
         tensors["lm_head.weight"][-1, -1] += how == "different"
         save_bins(folder, tensors)
-    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").succeeded()
     out = tiny.tensors(tmp_path / "out")
     assert ("lm_head.weight" in out) != (tied is True and how != "different")
     assert torch.equal(out.get("lm_head.weight", tensors["lm_head.weight"]), tensors["lm_head.weight"])
@@ -63,7 +63,7 @@ def test_a_shard_with_nothing_but_the_tied_head_disappears(convert, tmp_path):
     torch.save(tensors, folder / "a.bin")
     weight_map = {**dict.fromkeys(tensors, "a.bin"), "lm_head.weight": "b.bin"}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").code == 0
+    convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out").succeeded()
     assert [f.name for f in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 

@@ -97,7 +97,7 @@ def test_unknown_wrapped_models(config, words):
 
 
 def test_the_former_name_of_longrope(convert, tmp_path):
-    """transformers 5 raises a KeyError for it."""
+    """A KeyError of transformers 5 would not say so."""
     factors = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 32}
     source = tiny.save(tiny.build("phi3", rope_parameters={"rope_type": "longrope", **factors}), tmp_path / "source")
     out = tmp_path / "out"

@@ -1,14 +1,18 @@
 """Decoding with the Llama code: with and without a KV cache, in batches, greedily and by sampling."""
 
 import itertools
+import json
 
 import pytest
+import tiny
 import torch
 from llama_pairs import ROPES, pair, random_ids
+from tiny_tokenizers import make_tokenizer
 from transformers import DynamicCache
 
-from model import generate
-from model.decoder import kv_cache
+from model import generate, load_model
+from model.common.errors import CheckpointError
+from model.decoder import generation, kv_cache
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
 
@@ -123,3 +127,34 @@ def test_sampling_follows_the_distribution():
     assert (drawn - p).abs().max() < 0.015
     drawn = choose(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
     assert (drawn - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("several", [False, True])
+def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
+    from transformers import AutoModelForCausalLM
+
+    folder, prompts = tiny.save(tiny.build(), tmp_path / "model"), [[1, 2, 3], [4, 5, 6]]
+    free = [generate(load_model(folder), [prompt], 24, stop_ids=())[0] for prompt in prompts]
+    ends = [free[0][7], free[1][3]] if several else free[0][7]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if where[0] == "g" else {}))
+    tiny.edit_config(folder, eos_token_id=ends if where[0] == "c" else None, pad_token_id=0)
+    ours = load_model(folder)
+    known = ends if several else [ends]
+    generated = generate(ours, prompts, 24)
+    assert generated == [list(itertools.takewhile(lambda token: token not in known, text)) for text in free]
+    assert any(len(text) < 24 for text in generated)
+    if where[0] == "c":  # as transformers takes it where there is no generation_config.json
+        (folder / "generation_config.json").unlink()
+    hf_model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, text in zip(prompts, generated, strict=True):
+        ids = torch.tensor([prompt])
+        written = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert [token for token in written[0, 3:].tolist() if token not in known] == text
+    assert generate(ours, prompts, 24, stop_ids=()) == free
+
+
+def test_a_prompt_of_another_tokenizer(tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
+    with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
+        generation.show(folder, "~ z", 4, 0.0, 1.0, 0, "cpu")

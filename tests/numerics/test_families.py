@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from rounding import ROUNDING
 from safetensors.torch import save_file
+from stock_families import CASES, SIZE, difference, open_folder
 from transformers import AutoConfig
 
 from convert.merging.recipe import Recipe
@@ -23,30 +24,8 @@ from model.common.errors import CheckpointError
 from model.families import FAMILIES, NATIVE_FAMILIES, find_family
 from model.geometry import read_geometry
 
-# Layouts beside the plain one.
-VARIANTS = {
-    "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
-    "ernie4_5": [{"use_bias": True}],
-    "gemma": [{"tie_word_embeddings": True}],
-    "glm": [{"attention_bias": True}],
-    "granite": [{"attention_bias": True}],
-    "llama": [{"attention_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 24}],
-    "mistral": [{"head_dim": 24}],
-    "nemotron": [{"head_dim": 24}],
-    "olmo": [{"clip_qkv": 0.1}],
-    "olmo2": [{"attention_bias": True}],
-    "phi": [{"qk_layernorm": True}],
-    "phimoe": [{"attention_bias": True}],
-    "qwen2": [{"tie_word_embeddings": True}],
-    "qwen3": [{"head_dim": 24, "attention_bias": True}],
-    "stablelm": [{"use_qkv_bias": True}, {"qk_layernorm": True}],
-    "starcoder2": [{"use_bias": False}],
-}
-CASES = [(family, changes) for family in tiny.STOCK for changes in [{}, *VARIANTS.get(family, [])]]
 # The keys of all heads are normalised together.
 FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
-# Wide enough that the matrix products of the two models, which have different numbers of columns, run the same way.
-SIZE = {"hidden_size": 128, "intermediate_size": 192}
 N_HEADS = tiny.N_HEADS
 
 
@@ -65,15 +44,6 @@ def saved(tmp_path_factory):
         return folders[key]
 
     return save
-
-
-def open_folder(family: str, folder: Path):
-    """Open a folder in transformers and check that every tensor found its place."""
-    model, loading = tiny.model_class(family).from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager"
-    )
-    assert not any(loading.values()), loading
-    return model.eval()
 
 
 # Which tensors depend on the number of K/V heads
@@ -149,14 +119,6 @@ def check_mean(
             assert torch.equal(tensor[:n_query_rows], before[name][:n_query_rows])
 
 
-def difference(parent: torch.nn.Module, child: torch.nn.Module) -> float:
-    ids = torch.randint(0, 66, (3, 17), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        logits = parent(input_ids=ids).logits
-        assert logits.std() > 1e-3
-        return (logits - child(input_ids=ids).logits).abs().max().item()
-
-
 def replace_norm(name: str, module: torch.nn.Module) -> bool:
     """Let a norm of the keys compute in float64."""
 
@@ -186,7 +148,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
     """
     source = saved(family, changes, n_kv_heads, **SIZE)
     out, again, back = (tmp_path / name for name in ("out", "again", "back"))
-    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(out)
     check_mean(family, before, after, groups, n_kv_heads)
     repeated = with_repeated_heads(family, after, before, groups, n_kv_heads)
@@ -202,7 +164,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
             assert sum(replace_norm(name, module) for name, module in model.named_modules()) == tiny.N_LAYERS
     assert difference(parent, child) <= ROUNDING
 
-    assert convert("mha-to-gqa", "--method", "mean", again, back, "--groups", groups).code == 0
+    convert("mha-to-gqa", "--method", "mean", again, back, "--groups", groups).succeeded()
     merged_again = tiny.tensors(back)
     assert merged_again.keys() == after.keys()
     assert all(torch.equal(merged_again[name], tensor) for name, tensor in after.items())
@@ -212,7 +174,7 @@ def test_replicated_heads_oracle(convert, saved, tmp_path, family, changes, n_kv
 def test_verify_and_inspect(convert, saved, tmp_path, family, changes):
     source, out = saved(family, changes), tmp_path / "out"
     row = json.loads(convert("inspect", source, "--json").out)["groups"][2]
-    assert convert("mha-to-gqa", source, out, "--groups", 2, "--method", "random").code == 0
+    convert("mha-to-gqa", source, out, "--groups", 2, "--method", "random").succeeded()
     assert row["groups"] == 2
     assert row["tensor_bytes"] == sum(t.nbytes for t in tiny.tensors(out).values())
     result = convert("verify", source, out, "--json")
@@ -329,7 +291,7 @@ def test_only_the_wrapped_language_model_changes(convert, saved, tmp_path, spell
     for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
         file.unlink()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     after = tiny.tensors(tmp_path / "out")
     changed = {name for name, tensor in after.items() if tensor.shape != tensors[name].shape}
     assert changed == {f"{spelling}layers.{i}.self_attn.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
@@ -354,9 +316,9 @@ def test_shards_that_lose_all_their_tensors_are_gone(convert, tmp_path):
         save_file({name: tensors[name]}, source / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": names}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(names) - 2 * 6
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
     open_folder("stablelm", tmp_path / "out")
 
 

@@ -4,7 +4,7 @@ import latent
 import pytest
 import tiny
 import torch
-from damage import rewrite
+from damage import edit_tensors, rewrite
 from transformers import AutoModelForCausalLM
 
 from model import generate, load_model
@@ -22,8 +22,7 @@ WAYS = {
 @pytest.fixture(params=WAYS)
 def folder(request, convert, tmp_path):
     source = latent.make_source(tmp_path / "source", rms_norm_eps=1e-5)
-    result = convert("mha-to-mla", source, tmp_path / "out", *WAYS[request.param], "--calibration", "none")
-    assert result.code == 0, result.err
+    convert("mha-to-mla", source, tmp_path / "out", *WAYS[request.param], "--calibration", "none").succeeded()
     return tmp_path / "out"
 
 
@@ -75,7 +74,7 @@ def test_generation_is_greedy_as_transformers(folder):
 def test_a_norm_that_is_not_undone_is_refused(convert, folder):
     from model.common.errors import CheckpointError
 
-    latent.edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
+    edit_tensors(folder, lambda name, t: torch.ones_like(t) if "1.self_attn.kv_a_layernorm" in name else t)
     with pytest.raises(CheckpointError, match=r"layers\.1.*the norm of the latent is not undone"):
         load_model(folder)
 
@@ -98,9 +97,9 @@ def test_what_other_programs_have_trained_is_not_dropped(convert, tmp_path, name
 
     source = latent.make_source(tmp_path / "source", rms_norm_eps=1e-5)
     folder = tmp_path / "out"
-    assert convert("mha-to-mla", source, folder, *WAYS["bias"], "--calibration", "none").code == 0
+    convert("mha-to-mla", source, folder, *WAYS["bias"], "--calibration", "none").succeeded()
     load_model(folder)
-    latent.edit_tensors(folder, lambda each, t: change(t) if each.endswith(name) else t)
+    edit_tensors(folder, lambda each, t: change(t) if each.endswith(name) else t)
     with pytest.raises(CheckpointError, match=rf"{name}.*the norm of the latent is not undone"):
         load_model(folder)
 
@@ -109,7 +108,7 @@ def test_biases_that_the_conversion_does_not_write_are_refused(convert, tmp_path
     from model.common.errors import CheckpointError
 
     source, folder = latent.make_source(tmp_path / "source"), tmp_path / "out"
-    assert convert("mha-to-mla", source, folder, *WAYS["eps"], "--calibration", "none").code == 0
+    convert("mha-to-mla", source, folder, *WAYS["eps"], "--calibration", "none").succeeded()
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.bias": torch.zeros(64)}))
     with pytest.raises(CheckpointError, match=r"gate_proj\.bias"):
         load_model(folder)

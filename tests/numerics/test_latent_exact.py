@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from latent import config, divergence, edit_tensors, logits, make_source, make_unfolded
+from damage import edit_tensors
+from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
+from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
@@ -44,9 +46,9 @@ OWN_SIZE = {
 def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
     changes, options = OWN_SIZE[case]
     source = make_source(tmp_path / "source", **changes)
-    assert convert("mha-to-mla", source, tmp_path / "out", *options).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *options).succeeded()
     _check_equal(source, tmp_path / "out")
-    assert convert("verify", source, tmp_path / "out").code == 0
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 @pytest.mark.parametrize("norm", ["eps", "bias"])
@@ -54,10 +56,10 @@ def test_unfolded_latent_attention_is_found_again(convert, tmp_path, norm):
     rank = 6
     source = make_unfolded(tmp_path / "source", rank)
     size = ("--latent", rank + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
-    assert convert("mha-to-mla", source, tmp_path / "out", *size, *BY_WEIGHTS).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *size, *BY_WEIGHTS).succeeded()
     _check_equal(source, tmp_path / "out")
     smaller = ("--latent", 5, "--rope", 8, *BY_WEIGHTS)
-    assert convert("mha-to-mla", source, tmp_path / "less", *smaller).code == 0
+    convert("mha-to-mla", source, tmp_path / "less", *smaller).succeeded()
     assert divergence(logits(source), logits(tmp_path / "less")) > 1e-5
 
 
@@ -74,7 +76,7 @@ def test_bfloat16_is_as_near_to_the_parent_as_the_parent_in_bfloat16(convert, tm
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_key_value_heads": 1}
     source = make_source(tmp_path / "source", dtype="bfloat16", rms_norm_eps=epsilon, **sizes)
     size = ("--latent", 32 + (norm == "bias"), "--rope", 32, "--latent-norm", norm)
-    assert convert("mha-to-mla", source, tmp_path / "out", *size).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *size).succeeded()
     exact = logits(source)
     own = divergence(exact, logits(source, torch.bfloat16))
     assert 0 < divergence(exact, logits(tmp_path / "out", torch.bfloat16)) <= 2 * own
@@ -83,7 +85,7 @@ def test_bfloat16_is_as_near_to_the_parent_as_the_parent_in_bfloat16(convert, tm
 def test_float16_with_a_bias(convert, tmp_path):
     source = make_source(tmp_path / "source", dtype="float16", num_key_value_heads=1)
     size = ("--latent", 9, "--rope", 8, "--latent-norm", "bias")
-    assert convert("mha-to-mla", source, tmp_path / "out", *size).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *size).succeeded()
     exact = logits(source)
     own = divergence(exact, logits(source, torch.float16))
     assert divergence(exact, logits(tmp_path / "out", torch.float16)) <= 4 * own + 1e-6
@@ -93,7 +95,7 @@ def test_float16_with_a_bias(convert, tmp_path):
 def converted(convert, tmp_path):
     """Return a source and its conversion."""
     source = make_source(tmp_path / "source", num_key_value_heads=1, rms_norm_eps=1e-5)
-    assert convert("mha-to-mla", source, tmp_path / "out", "--latent", 8, "--rope", 8).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", "--latent", 8, "--rope", 8).succeeded()
     return source, tmp_path / "out"
 
 
@@ -124,7 +126,7 @@ def test_another_epsilon_of_the_model_is_wrong(converted):
 def test_stock_frequencies_do_not_hold_two_key_heads(convert, tmp_path):
     source = make_source(tmp_path / "source", num_key_value_heads=2)
     options = ("--frequencies", "stock", "--calibration", "none")
-    assert convert("mha-to-mla", source, tmp_path / "out", *GQA[:4], *options).code == 0
+    convert("mha-to-mla", source, tmp_path / "out", *GQA[:4], *options).succeeded()
     assert divergence(logits(source), logits(tmp_path / "out")) > 1e-6
     assert config(tmp_path / "out")["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -207,3 +209,15 @@ def test_the_config_gives_the_frequencies(positions):
     assert np.allclose(embedding.inv_freq.numpy(), expected, rtol=1e-6)
     assert np.allclose(expected, [10000.0 ** (-p / 4) for p in positions])
     assert (rope["rope_type"] == "default") == (positions == (0.0, 1.5, 3.0))
+
+
+def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
+    """float16 in config.json would let the latent's norm overflow."""
+    parent = tiny.save(tiny.build(), tmp_path / "source")
+    tiny.edit_config(parent, torch_dtype="float16", dtype=None)
+    out = tmp_path / "out"
+    sizes = ("--latent", 16, "--rope", 4, "--calibration", "none")
+    convert("mha-to-mla", parent, out, *sizes).succeeded()
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    with torch.inference_mode():
+        assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(8)[None]).logits.isfinite().all()

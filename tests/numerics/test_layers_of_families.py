@@ -235,8 +235,7 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
         tensors[f"{place}.masked_bias"] = torch.tensor(-1e9)
         tensors[f"{place}.rotary_emb.inv_freq"] = torch.ones(1)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    result = convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024).succeeded()
     assert '"method": "fit"' in (out / "groupwise.json").read_text()
 
 
@@ -280,8 +279,7 @@ def test_a_class_that_attends_otherwise_is_refused(tmp_path, monkeypatch):
 
 def test_windows_are_no_longer_than_mpts_context(convert, tmp_path):
     source = make_tokenizer(tiny.save(tiny.build("mpt", vocab_size=300, max_seq_len=32), tmp_path / "source"), 300)
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).succeeded()
     calibration = json.loads((tmp_path / "out/groupwise.json").read_text())["calibration"]
     assert (calibration["windows"], calibration["window"]) == (32, 32)
 
@@ -314,7 +312,6 @@ def test_a_padding_token_changes_nothing(tmp_path, family):
 
 def test_windows_are_no_longer_than_a_wrapped_models_context(convert, tmp_path):
     source = make_tokenizer(tiny.save(tiny.build("llava", vocab_size=300), tmp_path / "source"), 300)
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).succeeded()
     calibration = json.loads((tmp_path / "out/groupwise.json").read_text())["calibration"]
     assert (calibration["windows"], calibration["window"]) == (16, 64)

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from numerics.test_other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK, mt5, t5
+from other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK_CLASSES, mt5, t5
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
@@ -57,7 +57,7 @@ def plain(folder, model_class):
 @pytest.mark.parametrize(("make", "changes"), [*((t5, changes) for changes in CASES), (mt5, {})])
 def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     folder = tiny.save(make(**changes), tmp_path / "source")
-    parts, outputs, all_weights = plain(folder, STOCK[make])
+    parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = EncoderDecoderLayers(checkpoint, LENGTH)
         merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).layers
@@ -118,11 +118,10 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
     for method, options in (("mean", ()), ("pca", ("--calibration", "none")), ("fit", ("--refit",))):
         out = tmp_path / method
         tokens = ("--calibration-tokens", 4096) if method == "fit" else ()
-        result = convert("mha-to-gqa", many, out, "--groups", groups, "--method", method, *options, *tokens)
-        assert result.code == 0, result.err
+        convert("mha-to-gqa", many, out, "--groups", groups, "--method", method, *options, *tokens).succeeded()
         lost = (logits(out, T5GQAForConditionalGeneration) - expected).abs().max()
         assert lost > 50 * limit if method == "mean" else lost < limit, method
-    assert convert("verify", many, tmp_path / "fit").code == 0
+    convert("verify", many, tmp_path / "fit").succeeded()
 
 
 def test_merging_in_two_steps_refining_and_what_is_seen_of_grouped_heads(convert, tmp_path):
@@ -130,13 +129,12 @@ def test_merging_in_two_steps_refining_and_what_is_seen_of_grouped_heads(convert
     source, many = equivalent(tmp_path, 2)
     first, second = tmp_path / "first", tmp_path / "second"
     options = ("--method", "fit", "--refit", "--refine", 2048, "--calibration-tokens", 4096)
-    assert convert("mha-to-gqa", many, first, "--groups", 4, *options).code == 0
-    result = convert("mha-to-gqa", first, second, "--groups", 2, *options)
-    assert result.code == 0, result.err
+    convert("mha-to-gqa", many, first, "--groups", 4, *options).succeeded()
+    convert("mha-to-gqa", first, second, "--groups", 2, *options).succeeded()
     expected = logits(source)
     lost = (logits(second, T5GQAForConditionalGeneration) - expected).abs().max()
     assert lost < 4e-4 * float(expected.abs().max())
-    assert convert("verify", first, second).code == 0
+    convert("verify", first, second).succeeded()
 
 
 @pytest.mark.parametrize(

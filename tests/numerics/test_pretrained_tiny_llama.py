@@ -100,8 +100,8 @@ def replicated(source: Path, out: Path, folder: Path) -> Path:
 def test_replicated_heads_oracle(convert, source, ids, tmp_path, groups):
     out = tmp_path / "out"
     assert [row["groups"] for row in json.loads(convert("inspect", source, "--json").out)["groups"]] == [2, 1]
-    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).code == 0
-    assert convert("verify", source, out).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", groups).succeeded()
+    convert("verify", source, out).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(out)
     for name, tensor in after.items():
         if tiny.is_kv(name):

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_families import CASES, SIZE, difference, open_folder
+from stock_families import CASES, SIZE, difference, open_folder
 
 
 @pytest.mark.parametrize("n_kv_heads", [pytest.param(4, marks=pytest.mark.slow), 8])
@@ -16,8 +16,7 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
     source, out, back = (tmp_path / name for name in ("source", "out", "back"))
     settings = {**SIZE, **({"head_dim": 16} if "head_dim" in tiny.SETTINGS.get(family, {}) else {}), **changes}
     tiny.save(tiny.build(family, num_key_value_heads=2, **settings), source, max_shard_size="100KB")
-    result = convert("repeat-kv", source, out, "--groups", n_kv_heads, "--json")
-    assert result.code == 0, result.err
+    result = convert("repeat-kv", source, out, "--groups", n_kv_heads, "--json").succeeded()
     summary = json.loads(result.out)
     assert (summary["method"], summary["n_kv_heads_in"], summary["groups"]) == ("repeat", 2, n_kv_heads)
 
@@ -27,7 +26,7 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
 
     report = json.loads(convert("verify", source, out, "--json").out)
     assert (report["ok"], report["differences"]) == (True, [])
-    assert convert("mha-to-gqa", "--method", "mean", out, back, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", out, back, "--groups", 2).succeeded()
     before, after = tiny.tensors(source), tiny.tensors(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -35,13 +34,13 @@ def test_the_model_stays_the_same(convert, tmp_path, family, changes, n_kv_heads
 
 def test_the_earlier_name_of_the_option(convert, tmp_path):
     source = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "source")
-    assert convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 4, "--dry-run").code == 0
+    convert("repeat-kv", source, tmp_path / "out", "--kv-heads", 4, "--dry-run").succeeded()
     assert "--kv-heads" not in convert("repeat-kv", "--help").out
 
 
 def test_verify_sees_a_repetition_that_differs(convert, tmp_path):
     source, out = tiny.save(tiny.build(num_key_value_heads=2), tmp_path / "source"), tmp_path / "out"
-    assert convert("repeat-kv", source, out, "--groups", 4).code == 0
+    convert("repeat-kv", source, out, "--groups", 4).succeeded()
     tensors = tiny.tensors(out)
     tensors["model.layers.1.self_attn.v_proj.weight"][-1, -1] += 1  # the last number of a head's second copy
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -58,8 +58,7 @@ def test_greedy_text_of_64_tokens_is_transformers_token_for_token(folder):
 
 
 def test_generation_from_the_command_line(folder, generation):
-    result = generation(folder, "--prompt", PROMPT, "--max-new-tokens", 12)
-    assert result.code == 0, result.err
+    result = generation(folder, "--prompt", PROMPT, "--max-new-tokens", 12).succeeded()
     assert result.out.startswith(PROMPT)
     assert "KV cache" in result.err
 
@@ -67,7 +66,7 @@ def test_generation_from_the_command_line(folder, generation):
 def test_merged_to_one_head_it_is_the_parent_with_the_mean_everywhere(folder, tmp_path, convert):
     """The replicated-heads oracle: every logit equal, and scored as such on text."""
     out, again = tmp_path / "mqa", tmp_path / "again"
-    assert convert("mha-to-mqa", "--method", "mean", folder, out).code == 0
+    convert("mha-to-mqa", "--method", "mean", folder, out).succeeded()
     tensors, merged = tiny.tensors(folder), tiny.tensors(out)
     for name in filter(tiny.is_kv, tensors):
         mean = tensors[name].double().view(3, 64, 576).mean(0).to(tensors[name].dtype)

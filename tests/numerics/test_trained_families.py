@@ -9,7 +9,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from equivalent_heads import for_stock_class
-from numerics.test_other_families import t5
+from other_families import t5
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -86,8 +86,7 @@ def test_fit_costs_at_most_half_of_what_the_mean_costs(convert, tmp_path, family
         ways["refined"] = (*fit, "--refine", 131072)
     for method, options in ways.items():
         out = tmp_path / method
-        result = convert("mha-to-gqa", source, out, "--groups", tiny.few(family), *options)
-        assert result.code == 0, result.err
+        convert("mha-to-gqa", source, out, "--groups", tiny.few(family), *options).succeeded()
         merged = opened(out, family)
         with torch.no_grad():
             losses[method] = float(loss_of(merged, ids_NT[-64:]))

@@ -34,7 +34,7 @@ def test_a_sparse_checkpoint_has_the_tensors_of_transformers_class(tmp_path, n_k
 def test_communication_is_what_processes_receive(tmp_path, convert, part, precision, n_processes):
     inputs = make_inputs(tmp_path)
     model = tmp_path / "converted"  # its frozen parameters are the parent's
-    assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], model, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", inputs["parent"], model, "--groups", 2).succeeded()
     inputs["model"] = model
     more = ("--micro-batch", 4, "--trainable", part, "--precision", precision)
     jobs = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from numerics.test_other_families import mt5, t5
+from other_families import mt5, t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.layers.layer_stream import open_checked
@@ -58,6 +58,5 @@ def test_rows_of_families_with_tests_of_their_own(convert, tmp_path, family):
     make = {"mt5": mt5, "t5": t5}.get(family)
     model = make(vocab_size=300) if make else tiny.build(family, vocab_size=300, hidden_size=64)
     source = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
-    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", tiny.few(family), "--dry-run")
-    assert result.code == 0, result.err
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", tiny.few(family), "--dry-run").succeeded()
     assert "fit" in result.out

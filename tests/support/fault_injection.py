@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
-from results import Result
+from commands import Result
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import real_runs
+from commands import Result
 from fault_injection import Faults, run
-from results import Result
 
 SAVE, ROTATION = "save 8: ", "rotate 8: "
 """What is called out during the save that faults strike, and when the checkpoint before, of step 4, goes."""

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from results import Result
+from commands import Result
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 PRELOADED = [

@@ -1,13 +1,11 @@
 """Sources of conversions to latent attention, and what is compared of source and output."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 HIDDEN, HEAD_DIM = 64, 8
@@ -62,12 +60,6 @@ def divergence(parent: torch.Tensor, student: torch.Tensor) -> float:
     """Return the mean KL divergence in nats per token."""
     log_p, log_q = parent.log_softmax(-1), student.log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-
-
-def edit_tensors(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Replace each tensor of a folder by what `edit` returns of its name and itself."""
-    for file in folder.glob("*.safetensors"):
-        save_file({name: edit(name, t) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 def config(folder: Path) -> Any:

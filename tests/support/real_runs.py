@@ -13,6 +13,7 @@ import caches
 import drive_training
 import forks
 import numpy as np
+import pytest
 import tiny
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -24,11 +25,13 @@ from uptrain.distributed.accelerator import has_accelerator
 HERE = Path(__file__).parent
 LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
 """Number of processes, and whether they shard: the last arguments of `drive`."""
+LAYOUT_CASES = [pytest.param(layout, marks=() if layout == "one process" else pytest.mark.slow) for layout in LAYOUTS]
+"""Values of a test's parameter; the layouts of several processes are slow."""
 VOCAB = 257
 """A prime: shards of FSDP are of unequal size."""
 
 
-def make_inputs(folder: Path, **changes: int) -> dict[str, Path]:
+def make_inputs(folder: Path, dtype: str = "float32", **changes: int) -> dict[str, Path]:
     """Write a GQA model, its MHA parent, and two caches of windows of 32 tokens in documents of uneven length.
 
     `changes` are values of both models' config.json.
@@ -39,8 +42,8 @@ def make_inputs(folder: Path, **changes: int) -> dict[str, Path]:
         return [rng.integers(0, VOCAB, rng.integers(1, 60)).tolist() for _ in range(n)]
 
     return {
-        "model": tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2, **changes), folder / "model"),
-        "parent": tiny.save(tiny.build(vocab_size=VOCAB, **changes), folder / "parent"),
+        "model": tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2, **changes), folder / "model", dtype),
+        "parent": tiny.save(tiny.build(vocab_size=VOCAB, **changes), folder / "parent", dtype),
         "data": caches.write_cache(folder / "data", [documents(30), documents(12)], 32, VOCAB),
         "held_out": caches.write_cache(folder / "held-out", [documents(9)], 32, VOCAB),
     }
@@ -103,6 +106,16 @@ def assert_stops_change_nothing(inputs: dict[str, Path], folder: Path, layout: t
     drive(jobs, *layout)
     assert len(steps(whole)) == 12
     assert_same_run(whole, pieces)
+
+
+def assert_layouts_train_alike(inputs: dict[str, Path], folder: Path, *more: object, n_steps: int = 4) -> None:
+    """Check that the losses of all layouts agree but for the order of their sums."""
+    losses = []
+    for layout, how in LAYOUTS.items():
+        drive([{"arguments": arguments(inputs, folder / layout, *more, steps=n_steps)}], *how)
+        losses.append([loss for _, loss in steps(folder / layout, "loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def records(run: Path) -> list[dict[str, Any]]:

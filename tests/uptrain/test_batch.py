@@ -1,11 +1,14 @@
-"""Windows as tensors: what is a target, and what only fills up."""
+"""Windows as tensors: what is a target, what only fills up, and that each is read before it is needed."""
+
+import threading
 
 import caches
 import numpy as np
+import pytest
 import torch
 
 from model.decoder.losses import IGNORED
-from uptrain.data.batch import Batch, micro_batches
+from uptrain.data.batch import Batch, _copy, micro_batches, one_ahead
 from uptrain.data.token_cache import TokenCache
 
 
@@ -29,3 +32,39 @@ def test_micro_batches_are_the_windows_in_turn(tmp_path):
 def test_a_row_that_counts_for_nothing():
     batch = Batch.ignored(4, "cpu")
     assert torch.equal(batch.labels_BT, torch.full((1, 4), IGNORED))
+
+
+def test_an_item_is_prepared_while_the_last_is_used():
+    prepared = [threading.Event() for _ in range(4)]
+
+    def items():
+        for number, event in enumerate(prepared):
+            event.set()
+            yield number
+
+    for number, item in enumerate(one_ahead(items())):
+        assert item == number
+        if number + 1 < len(prepared):
+            assert prepared[number + 1].wait(10)
+        assert not any(event.is_set() for event in prepared[number + 2 :])
+
+
+def test_an_error_comes_when_its_item_is_due():
+    def items():
+        yield 1
+        yield 2
+        raise ValueError("damaged")
+
+    ahead = one_ahead(items())
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(ValueError, match="damaged"):
+        next(ahead)
+
+
+@pytest.mark.parametrize(("device", "is_cuda"), [("cuda:1", True), ("mps", False), ("cpu", False)])
+def test_only_copies_to_cuda_start_from_pinned_memory_and_do_not_block(monkeypatch, device, is_cuda):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pin") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: calls.append((*where, how)) or tensor)
+    _copy(torch.zeros(2), torch.device(device))
+    assert calls == [*["pin"] * is_cuda, (torch.device(device), {"non_blocking": True} if is_cuda else {})]

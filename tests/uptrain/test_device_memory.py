@@ -24,7 +24,7 @@ from uptrain.estimates.memory_fit import first_that_fits, micro_batch_sizes
 from uptrain.estimates.parameter_counts import count_parameters
 from uptrain.models.load import load_student, load_teacher
 from uptrain.models.teacher_sharing import equal_tensors, share, shareable
-from uptrain.runs import device_memory
+from uptrain.runs import device_memory, resolve_settings
 
 QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
 
@@ -111,7 +111,7 @@ def test_frozen_parameters_take_what_their_modules_hold(tmp_path, convert, famil
     """Norms, scaled embeddings and joined experts of transformers' classes are float32, and the teacher has its own."""
     parent = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / "parent", "bfloat16")
     model = tmp_path / "model"
-    assert convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).succeeded()
     student = load_student(model, part, 4)
     needed = MemoryEstimator.read(model, parent, 32, lora_rank=4).memory(MemoryOptions(part, 1))
     parameters = list(student.parameters())
@@ -270,11 +270,11 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     out = tmp_path / "run"
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
     fixed += ("--global-batch-tokens", 8192)
-    assert uptrain(*fixed, "--out", out, "--max-minutes", 0).code == 0
+    uptrain(*fixed, "--out", out, "--max-minutes", 0).succeeded()
     chosen = json.loads((out / "run.json").read_text())["settings"]["micro_batch"]
     assert chosen <= windows < 2 * chosen
     other = tmp_path / "other"
-    assert uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).code == 0
+    uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).succeeded()
     assert json.loads((other / "run.json").read_text())["settings"]["micro_batch"] == 300
 
 
@@ -294,7 +294,7 @@ def test_models_without_an_estimate_take_the_default(uptrain, tmp_path, monkeypa
     assert not device_memory.has_estimate(config)
     out = tmp_path / "run"
     fixed = ("run", "--init", inputs["parent"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)
-    assert uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).code == 0
+    uptrain(*fixed, "--global-batch-tokens", 256, "--out", out, "--max-minutes", 0).succeeded()
     assert json.loads((out / "run.json").read_text())["settings"]["micro_batch"] == 256 // 32
 
 
@@ -305,3 +305,25 @@ def test_a_number_of_processes_that_is_none(monkeypatch, value):
         device_memory.usable_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     assert device_memory.usable_memory() > 0
+
+
+def test_the_advice_counts_adapters(uptrain, tmp_path, monkeypatch):
+    inputs, ranks = real_runs.make_inputs(tmp_path / "inputs"), []
+    real = resolve_settings.MemoryEstimator.read
+    monkeypatch.setattr(
+        resolve_settings.MemoryEstimator, "read", lambda *given: ranks.append(given[-1]) or real(*given)
+    )
+    fixed = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--max-minutes", 0)
+    uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", *fixed).succeeded()
+    assert ranks == [resolve_settings.DEFAULT_RANK]
+
+
+@pytest.mark.parametrize(("free", "named"), [(1_239_999, "1.23MB"), (0, "0.01MB")])
+def test_the_advice_names_a_size_that_the_plan_takes(uptrain, data, tmp_path, monkeypatch, free, named):
+    monkeypatch.setattr("uptrain.runs.device_memory.usable_memory", lambda: free)
+    out = tmp_path / "run"
+    large = tiny.save(tiny.build(hidden_size=256, intermediate_size=512), tmp_path / "large")
+    run = ("run", large, "--data", data, "--out", out, "--steps", 1, "--lr", 1)
+    uptrain(*run, "--global-batch-tokens", 256).refused("`uptrain plan", f"--memory {named}")
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--memory", named)
+    uptrain("plan", large, *plan).succeeded()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from convert.output.model_card import TRAINING_DETAILS
 from model import load_model
+from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.export import export
 from uptrain.export.export import make_record
 from uptrain.export.model_card import _losses, model_card
@@ -39,7 +40,7 @@ def opened(folder):
 @pytest.mark.parametrize(("n_processes", "sharded"), LAYOUTS)
 def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tied):
     inputs, run = trained(tmp_path, n_processes, sharded, tie_word_embeddings=tied)
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     live = load_model(inputs["model"], torch.float32)
     weights = tensors(run / "checkpoints/step-00000004")
     prefix = "model.student."
@@ -54,7 +55,7 @@ def test_a_family_of_transformers(tmp_path, uptrain):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
     inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
     drive([{"arguments": arguments(inputs, run, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     live, exported = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
     assert exported.keys() == tiny.tensors(inputs["model"]).keys()
     assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in exported.items())
@@ -67,7 +68,7 @@ def test_buffers_that_the_files_hold(tmp_path, uptrain, part):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
     inputs["model"] = tiny.save(tiny.build("apertus", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "apertus")
     drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
     scalars = [name for name, tensor in before.items() if tensor.ndim == 0]
@@ -81,7 +82,7 @@ def test_exported_files_and_record(tmp_path, uptrain):
     (inputs["model"] / "groupwise.json").write_text('{"source": {"name": "parent"}}')
     run = tmp_path / "run"
     drive([{"arguments": arguments(inputs, run, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     for name in (*tiny.SIDE_FILES, "config.json", "generation_config.json", "groupwise.json"):
         if name != "README.md":
             assert (tmp_path / "out" / name).read_bytes() == (inputs["model"] / name).read_bytes(), name
@@ -93,8 +94,7 @@ def test_exported_files_and_record(tmp_path, uptrain):
 
 
 def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled):
-    result = uptrain("export", distilled, tmp_path / "out")
-    assert result.code == 0
+    result = uptrain("export", distilled, tmp_path / "out").succeeded()
     assert f"--data HELD-OUT --teacher {distilled.with_name('parent')}\n" in result.out
     card = (tmp_path / "out/README.md").read_text()
     first, *_, (step, last) = evaluations(distilled)
@@ -111,7 +111,7 @@ def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled)
 
 
 def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, distilled):
-    assert uptrain("export", distilled, tmp_path / "out", "--step", 10).code == 0
+    uptrain("export", distilled, tmp_path / "out", "--step", 10).succeeded()
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     assert (record["step"], [evaluation["step"] for evaluation in record["evaluations"]]) == (10, [0, 4, 8])
     assert "at step 0 → " in (tmp_path / "out/README.md").read_text()
@@ -131,7 +131,7 @@ def test_card_of_a_loss_that_was_not_finite():
 def test_bfloat16_rounds_once_and_is_named_in_the_config(tmp_path, uptrain):
     _, run = trained(tmp_path)
     for dtype in ("float32", "bfloat16"):
-        assert uptrain("export", run, tmp_path / dtype, "--dtype", dtype).code == 0
+        uptrain("export", run, tmp_path / dtype, "--dtype", dtype).succeeded()
     exact, rounded = (tiny.tensors(tmp_path / dtype) for dtype in ("float32", "bfloat16"))
     for name, value in exact.items():
         assert torch.equal(rounded[name], value.to(torch.bfloat16)), name
@@ -141,7 +141,7 @@ def test_bfloat16_rounds_once_and_is_named_in_the_config(tmp_path, uptrain):
 def test_shards_of_5_gb_and_any_step(tmp_path, uptrain, monkeypatch):
     _, run = trained(tmp_path)
     monkeypatch.setattr("uptrain.export.export.MAX_SHARD_SIZE", 40_000)
-    assert uptrain("export", run, tmp_path / "out", "--step", 3).code == 0
+    uptrain("export", run, tmp_path / "out", "--step", 3).succeeded()
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 2
     opened(tmp_path / "out")
@@ -166,7 +166,7 @@ def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
     left.mkdir(parents=True)
     (left / "model-00001-of-00006.safetensors").write_bytes(b"of a killed export")
     (left.parent / "journal.jsonl").write_text('{"fingerprint": ""}\n')
-    assert uptrain("export", run, tmp_path / "out").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     assert not left.exists()
 
@@ -178,8 +178,7 @@ def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptra
     undecayed = " of 12 (not finished: its learning rate has not decayed)"
     for step, alpha, where in ((3, "0.125", undecayed), (11, "0.4583", " of 12 (not finished)"), (12, "0.5", "")):
         out = tmp_path / f"out-{step}"
-        result = uptrain("export", run, out, "--step", step)
-        assert result.code == 0
+        result = uptrain("export", run, out, "--step", step).succeeded()
         wrote, following = result.out.splitlines()
         assert wrote == f"Wrote {out}: the model after step {step}{where}, in bfloat16."
         assert following == f"Next: uptrain evaluate {out} --data HELD-OUT"
@@ -199,7 +198,7 @@ def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
     tiny.edit_config(inputs["model"], dtype="float32", torch_dtype="float16")
     drive([{"arguments": arguments(inputs, run, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "bfloat16").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "bfloat16").succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
@@ -208,7 +207,7 @@ def test_a_float16_model_is_exported_in_bfloat16(tmp_path, uptrain):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
     model = tiny.save(tiny.build(vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "half", "float16")
     drive([{"arguments": arguments({**inputs, "model": model}, run, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
     assert {tensor.dtype for tensor in tiny.tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
@@ -217,7 +216,7 @@ def test_a_teacher_in_the_hubs_cache_has_its_name_there(tmp_path, uptrain):
     snapshot = tmp_path / "hub/models--org--parent/snapshots" / ("0" * 40)
     shutil.copytree(inputs["parent"], snapshot)
     drive([{"arguments": arguments({**inputs, "parent": snapshot}, tmp_path / "run", loss="distill", steps=4)}])
-    assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
+    uptrain("export", tmp_path / "run", tmp_path / "out").succeeded()
     assert "| Teacher | `org/parent` |" in (tmp_path / "out/README.md").read_text()
 
 
@@ -237,9 +236,9 @@ def test_the_card_of_a_model_that_has_none(tmp_path, name, base):
 def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, convert):
     inputs = make_inputs(tmp_path)
     parent, merged, run, out = (inputs["parent"], *(tmp_path / name for name in ("merged", "run", "out")))
-    assert convert("mha-to-gqa", parent, merged, "--groups", 2, "--method", "mean").code == 0
+    convert("mha-to-gqa", parent, merged, "--groups", 2, "--method", "mean").succeeded()
     drive([{"arguments": arguments({**inputs, "model": merged}, run, steps=4)}])
-    assert uptrain("export", run, out).code == 0
+    uptrain("export", run, out).succeeded()
     convert("verify", parent, out).refused(
         f"{out} was trained after its conversion (uptraining.json)", "give the converted model that the run began with"
     )
@@ -247,23 +246,23 @@ def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, conv
     convert("verify", merged, parent).refused(
         f"{parent} has no groupwise.json", f"but {merged} was; the order is convert verify SOURCE OUT."
     )
-    assert convert("to-hf", out, tmp_path / "copy").code == 0
-    assert convert("verify", out, tmp_path / "copy").code == 0
+    convert("to-hf", out, tmp_path / "copy").succeeded()
+    convert("verify", out, tmp_path / "copy").succeeded()
 
 
 def test_conversions_of_a_trained_model(tmp_path, uptrain, convert):
     """Their cards refer to no file that they lack, and what was trained again is not verified."""
     _, run = trained(tmp_path)
     source, copy, merged = (tmp_path / name for name in ("source", "copy", "merged"))
-    assert uptrain("export", run, source).code == 0
-    assert convert("to-hf", source, copy).code == 0
-    assert convert("mha-to-mqa", source, merged, "--method", "mean").code == 0
+    uptrain("export", run, source).succeeded()
+    convert("to-hf", source, copy).succeeded()
+    convert("mha-to-mqa", source, merged, "--method", "mean").succeeded()
     details, moved = (sentence.decode() for sentence in TRAINING_DETAILS)
     assert details in (source / "README.md").read_text() and details in (copy / "README.md").read_text()
     card = (merged / "README.md").read_text()
     assert moved in card and details not in card
     for out in (copy, merged):
-        assert convert("verify", source, out).code == 0
+        convert("verify", source, out).succeeded()
         (out / "uptraining.json").write_text('{"step": 8}')  # as of a later training
         convert("verify", source, out).refused(f"{out} was trained after its conversion (uptraining.json)")
 
@@ -277,3 +276,34 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, uptrain, key):
     path.write_text(json.dumps({**config, key: 2 * config[key]}))
     uptrain("export", run, tmp_path / "out").refused(f"{path} does not describe the checkpoint's model: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_random_weights_says_nothing_of_a_conversion(uptrain, convert, tmp_path):
+    inputs, converted = make_inputs(tmp_path), tmp_path / "converted"
+    convert("mha-to-gqa", inputs["parent"], converted, "--groups", 2, "--method", "mean").succeeded()
+    run, out = tmp_path / "run", tmp_path / "out"
+    fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-8, "--global-batch-tokens", 256)
+    uptrain("run", "--init", converted, *fixed, "--out", run).succeeded()
+    uptrain("export", run, out).succeeded()
+    assert not (out / "groupwise.json").exists()
+    card = (out / "README.md").read_text()
+    assert "Conversion by Groupwise" not in card and "All weights are trained from random ones." in card
+
+
+def test_after_training_nothing_holds_of_the_merge_alone(uptrain, convert, tmp_path):
+    """The card says what training changed, and the plan shares only what is still the parent's."""
+    converted, run, out = tmp_path / "converted", tmp_path / "run", tmp_path / "out"
+    inputs = make_inputs(tmp_path)
+    parent = inputs["parent"]
+    convert("mha-to-gqa", parent, converted, "--groups", 2, "--method", "mean").succeeded()
+    uptrain(*arguments({**inputs, "model": converted}, run, "--trainable", "all", steps=4)).succeeded()
+    uptrain("export", run, out, "--dtype", "float32").succeeded()
+    assert "this training, which changed all weights" in (out / "README.md").read_text()
+    shared = {
+        model: MemoryEstimator.read(model, parent, 32).memory(MemoryOptions("attention", 1)).shared
+        for model in (converted, out)
+    }
+    assert shared[converted] > 0 == shared[out]
+    plan = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
+    assert "averaged" in json.loads(uptrain("plan", converted, *plan).out)["first_loss"]
+    assert "averaged" not in json.loads(uptrain("plan", out, *plan).out)["first_loss"]

@@ -9,6 +9,8 @@ import pytest
 import real_runs
 import tiny
 
+from uptrain.data.token_cache import TokenCache
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
@@ -19,8 +21,8 @@ def test_its_record(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     more = ("--original-tokens", 256 * 100, "--eval-data", inputs["held_out"], "--eval-every", 2)
     more += ("--save-every-steps", 5)  # and where the decay begins, at 4
-    assert uptrain(*real_runs.arguments(inputs, short, *more, steps=5)).code == 0
-    assert uptrain("extend", short, "--out", longer, "--alpha", 0.08).code == 0
+    uptrain(*real_runs.arguments(inputs, short, *more, steps=5)).succeeded()
+    uptrain("extend", short, "--out", longer, "--alpha", 0.08).succeeded()
     before, after = (json.loads((run / "run.json").read_text()) for run in (short, longer))
     assert after["parent"] == {"run": str(short), "step": 4}
     assert after["settings"] == {**before["settings"], "steps": 8}
@@ -36,8 +38,8 @@ def test_its_record(uptrain, inputs, tmp_path):
 
 def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
-    assert uptrain(*real_runs.arguments(inputs, short, steps=5)).code == 0
-    assert uptrain("extend", short, "--out", longer, "--steps", 6, "--max-minutes", 0).code == 0
+    uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
+    uptrain("extend", short, "--out", longer, "--steps", 6, "--max-minutes", 0).succeeded()
     assert json.loads((longer / "run.json").read_text())["budget"]["alpha"] is None
     uptrain("extend", short, "--out", longer, "--steps", 6).refused("exists already")
     uptrain("extend", short, "--out", tmp_path / "other", "--alpha", 0.1).refused("give --tokens or --steps")
@@ -66,7 +68,7 @@ def test_refusals(uptrain, tmp_path, settings, steps, words):
 ])  # fmt: skip
 def test_other_inputs_than_those_of_the_run(uptrain, inputs, tmp_path, name, other, words):
     short, place = tmp_path / "short", shutil.copytree(inputs[name], tmp_path / name)
-    assert uptrain(*real_runs.arguments({**inputs, name: place}, short, loss="distill", steps=5)).code == 0
+    uptrain(*real_runs.arguments({**inputs, name: place}, short, loss="distill", steps=5)).succeeded()
     shutil.rmtree(place)
     shutil.copytree(inputs[other], place)
     before = tiny.snapshot(short)
@@ -86,14 +88,13 @@ def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monke
     """The data of a run on texts move with it: they lie beside it, under its name."""
     cache, run = shutil.copytree(inputs["data"], tmp_path / "one.data"), tmp_path / "one"
     given = {**inputs, "data": cache}
-    assert uptrain(*real_runs.arguments(given, run, "--max-minutes", 0)).code == 0
+    uptrain(*real_runs.arguments(given, run, "--max-minutes", 0)).succeeded()
     for path in (cache, run):
         path.rename(path.with_name(path.name.replace("one", "two")))
     monkeypatch.chdir(tmp_path / "two")
-    resumed = uptrain("resume", place)
-    assert resumed.code == 0
+    resumed = uptrain("resume", place).succeeded()
     assert f"uptrain export {tmp_path}/two FOLDER" in resumed.out
-    assert uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).code == 0
+    uptrain("extend", place, "--out", tmp_path / "longer", "--steps", 14, "--max-minutes", 0).succeeded()
     assert json.loads((tmp_path / "longer/run.json").read_text())["settings"]["data"] == str(tmp_path / "two.data")
 
 
@@ -108,3 +109,12 @@ def test_more_tokens_than_a_record_can_hold(uptrain, inputs, tmp_path):
     fake_runs.write_checkpoint(run, 45)
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 10**18).refused("which is out of range")
     uptrain(*real_runs.arguments(inputs, tmp_path / "huge", steps=10**18)).refused("which is out of range")
+
+
+def test_a_longer_run_that_repeats_its_data_says_so(uptrain, inputs, tmp_path):
+    run, longer = tmp_path / "run", tmp_path / "longer"
+    uptrain(*real_runs.arguments(inputs, run, steps=4)).succeeded()
+    windows = TokenCache.open(inputs["data"]).n_windows
+    per_step = json.loads((run / "run.json").read_text())["settings"]["global_batch"]
+    ran = uptrain("extend", run, "--out", longer, "--steps", 2 * windows // per_step, "--max-minutes", 0).succeeded()
+    assert "Warning: the data are read 1.89 times" in ran.err

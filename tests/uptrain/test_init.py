@@ -43,9 +43,8 @@ def begin(uptrain, inputs, tmp_path):
 def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, tmp_path, family):
     """The seed alone decides them; transformers opens the result, all of it, with the same logits; it can be merged."""
     for out, seed in (("first", 1), ("again", 1), ("other", 2)):
-        assert begin(family, out, "--seed", seed, **FAMILIES[family]).code == 0
-        result = uptrain("export", tmp_path / out, tmp_path / f"{out}-hf", "--dtype", "float32")
-        assert result.code == 0, result.err
+        begin(family, out, "--seed", seed, **FAMILIES[family]).succeeded()
+        uptrain("export", tmp_path / out, tmp_path / f"{out}-hf", "--dtype", "float32").succeeded()
     first, again, other = (tiny.tensors(tmp_path / f"{out}-hf") for out in ("first", "again", "other"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())
@@ -62,9 +61,7 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
     assert ("lm_head.weight" in first) == (not opened.config.tie_word_embeddings)
     record = json.loads((tmp_path / "first-hf/uptraining.json").read_text())
     assert record["settings"]["model"] == ""
-    assert (
-        convert("mha-to-gqa", tmp_path / "first-hf", tmp_path / "merged", "--groups", 2, "--method", "mean").code == 0
-    )
+    convert("mha-to-gqa", tmp_path / "first-hf", tmp_path / "merged", "--groups", 2, "--method", "mean").succeeded()
     load_model(tmp_path / "merged")
 
 

@@ -7,16 +7,19 @@ import latent
 import pytest
 import tiny
 import torch
+from damage import edit_tensors
+from first_steps import assert_first_step_is_of_full_training, batch
 from real_runs import (
+    LAYOUT_CASES,
     LAYOUTS,
     VOCAB,
     arguments,
+    assert_layouts_train_alike,
     assert_same_run,
     assert_stops_change_nothing,
     drive,
     events,
     make_inputs,
-    steps,
     tensors,
 )
 
@@ -34,15 +37,13 @@ OF_PART = {
 }
 WRITTEN = re.compile(r"self_attn\.|input_layernorm"), re.compile(r"self_attn\.kv_"), re.compile(r"_proj|_with_mqa")
 """The tensors of an export that may differ from those before, by part."""
-SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in ("all", *PARTS)]
 
 
 def make_pair(convert, folder, dtype="bfloat16", norm="eps", epsilon=1e-5, **changes):
     """Write a parent and its conversion to latent attention."""
     parent = latent.make_source(folder / "parent", dtype=dtype, vocab_size=VOCAB, rms_norm_eps=epsilon, **changes)
     size = ("--latent", 12, "--rope", 8, "--latent-norm", norm, "--calibration", "none")
-    assert convert("mha-to-mla", parent, folder / "mla", *size).code == 0
+    convert("mha-to-mla", parent, folder / "mla", *size).succeeded()
     return {"model": folder / "mla", "parent": parent}
 
 
@@ -51,29 +52,12 @@ def inputs(convert, tmp_path):
     return {**make_inputs(tmp_path / "inputs"), **make_pair(convert, tmp_path / "pair")}
 
 
-def batch():
-    ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    return ids, ids, (torch.arange(16) > 9).long().expand(2, -1)
-
-
 @pytest.mark.parametrize("part", ["attention", "kv"])
 @pytest.mark.parametrize(("dtype", "norm"), [("float32", "eps"), ("bfloat16", "eps"), ("float16", "bias")])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_first_step_is_that_of_full_training(convert, tmp_path, dtype, norm, part, autocast):
     folder = make_pair(convert, tmp_path, dtype, norm)["model"]
-    losses, gradients = [], []
-    for each in ("all", part):
-        student = load_student(folder, each).train()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss, _ = student(*batch())
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
-    full, partial = gradients
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert {name for name in full if OF_PART[part].search(name)} == partial.keys()
-    for name, gradient in partial.items():
-        assert (gradient - full[name]).norm() <= 1e-6 * full[name].norm(), name
+    assert_first_step_is_of_full_training(folder, part, OF_PART[part], autocast)
 
 
 def test_adapters_begin_at_the_model(convert, tmp_path):
@@ -136,7 +120,8 @@ def test_sharing_changes_nothing(inputs, tmp_path):
     assert "shared_bytes" not in events(apart, "started")[0]
 
 
-@pytest.mark.parametrize(("layout", "part"), CELLS)
+@pytest.mark.parametrize("part", ["all", *PARTS])
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
     precision = "fp32" if part == "kv" else "bf16"
     assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], "--trainable", part, "--precision", precision)
@@ -145,12 +130,7 @@ def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_layouts_train_alike(inputs, tmp_path, part):
-    losses = []
-    for layout, how in LAYOUTS.items():
-        drive([{"arguments": arguments(inputs, tmp_path / layout, "--trainable", part, steps=4)}], *how)
-        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert_layouts_train_alike(inputs, tmp_path, "--trainable", part)
 
 
 @pytest.mark.parametrize("norm", ["eps", "bias"])
@@ -166,8 +146,8 @@ def test_an_export_is_the_model_that_was_trained(convert, uptrain, tmp_path, par
     assert weights and all(OF_PART[part].search(name) for name in weights), weights.keys()
     live = load_student(inputs["model"], part, 4)
     live.load_state_dict(weights, strict=False)
-    assert uptrain("export", run, tmp_path / "out").code == 0
-    assert uptrain("export", run, tmp_path / "wide", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
+    uptrain("export", run, tmp_path / "wide", "--dtype", "float32").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     written, differing = WRITTEN[PARTS.index(part)], set()
@@ -207,7 +187,7 @@ def test_another_model_is_refused(inputs, tmp_path, uptrain):
     def edit(name, tensor):
         return tensor + (1 if name.endswith("layers.1.self_attn.q_proj.weight") else 0)
 
-    latent.edit_tensors(inputs["model"], edit)
+    edit_tensors(inputs["model"], edit)
     for command in (("resume", run), ("export", run, tmp_path / "out")):
         uptrain(*command).refused("holds other tensors than when the run began")
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ def inputs_of(convert, folder, norm):
     inputs = make_inputs(folder)
     parent = latent.make_source(folder / "wide", vocab_size=VOCAB, rms_norm_eps=1e-5)
     size = ("--latent", 12, "--rope", 8, "--latent-norm", norm, "--calibration", "none")
-    assert convert("mha-to-mla", parent, folder / "mla", *size).code == 0
+    convert("mha-to-mla", parent, folder / "mla", *size).succeeded()
     return {**inputs, "model": folder / "mla", "parent": parent}
 
 
@@ -32,7 +32,7 @@ def test_trained_resumed_and_exported(convert, uptrain, tmp_path, norm):
     assert_same_run(run, other)
     losses = [r["loss"] for r in records(run) if "loss" in r]
     assert losses[-1] < losses[0]
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     live, prefix = load_model(inputs["model"], torch.float32), "model.student."
     weights = tensors(max((run / "checkpoints").glob("step-*")))
     live.load_state_dict({name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)})
@@ -45,7 +45,7 @@ def test_trained_resumed_and_exported(convert, uptrain, tmp_path, norm):
         assert (load_model(tmp_path / "out")(ids) - expected).abs().max() <= 1e-5
         assert (load_model(inputs["model"])(ids) - expected).abs().max() > 1e-3  # it was trained
     assert tiny.tensors(tmp_path / "out").keys() == tiny.tensors(inputs["model"]).keys()
-    assert uptrain("export", run, tmp_path / "half", "--dtype", "bfloat16").code == 0
+    uptrain("export", run, tmp_path / "half", "--dtype", "bfloat16").succeeded()
     with torch.inference_mode():
         assert (load_model(tmp_path / "half", torch.float32)(ids) - expected).abs().max() <= 0.02
         assert (latent.open_stock(tmp_path / "half")(ids).logits - expected).abs().max() <= 0.02
@@ -65,7 +65,6 @@ def test_planned(convert, uptrain, tmp_path):
 def test_generates(convert, generation, tmp_path):
     source = make_tokenizer(latent.make_source(tmp_path / "source", vocab_size=300), 300)
     options = ("--latent", 12, "--rope", 8, "--calibration", "none")
-    assert convert("mha-to-mla", source, tmp_path / "mla", *options).code == 0
-    result = generation(tmp_path / "mla", "--prompt", "The folder", "--max-new-tokens", 4)
-    assert result.code == 0
+    convert("mha-to-mla", source, tmp_path / "mla", *options).succeeded()
+    result = generation(tmp_path / "mla", "--prompt", "The folder", "--max-new-tokens", 4).succeeded()
     assert "a latent of 12 and a key of 8 for 8 query heads" in result.err

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from first_steps import batch
 from real_runs import (
+    LAYOUT_CASES,
     LAYOUTS,
     VOCAB,
     arguments,
+    assert_layouts_train_alike,
     assert_same_run,
     assert_stops_change_nothing,
     drive,
@@ -25,8 +28,6 @@ from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.load import load_student
 from uptrain.models.lora import AdaptedLinear, add_adapters, initialise_adapters
 
-SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
 ADAPTED = re.compile(r"layers\.\d+\..*(_proj|dense|fc1|fc2)\.weight$")
 LORA = ("--trainable", "lora", "--lora-rank", 4)
 
@@ -34,16 +35,7 @@ LORA = ("--trainable", "lora", "--lora-rank", 4)
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Write the model and its parent in bfloat16, in which frozen parameters stay."""
-    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
-    for name, changes in (("model", {"num_key_value_heads": 2}), ("parent", {})):
-        model = tiny.build(vocab_size=VOCAB, attention_bias=True, **changes)
-        inputs[name] = tiny.save(model, inputs[name], "bfloat16")
-    return inputs
-
-
-def batch():
-    ids = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(0))
-    return ids, ids, (torch.arange(16) > 9).long().expand(2, -1)
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "bfloat16", attention_bias=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -116,8 +108,8 @@ def test_export_merges_the_adapters(inputs, tmp_path, uptrain, family):
     drive([{"arguments": arguments(inputs, run, *LORA, steps=4)}])
     stored = tensors(run / "checkpoints/step-00000004")
     assert all("lora_" in name for name in stored if name.startswith("model.")), stored.keys()
-    assert uptrain("export", run, tmp_path / "out").code == 0
-    assert uptrain("export", run, tmp_path / "wide", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
+    uptrain("export", run, tmp_path / "wide", "--dtype", "float32").succeeded()
     before, after, wide = (tiny.tensors(folder) for folder in (inputs["model"], tmp_path / "out", tmp_path / "wide"))
     assert before.keys() == after.keys()
     prefix = "model.student." if family == "llama" else "model.student.theirs."
@@ -153,7 +145,7 @@ def test_the_export_is_the_model_that_was_trained(inputs, tmp_path, uptrain):
     run = tmp_path / "run"
     more = (*LORA, "--eval-data", inputs["held_out"], "--lr", 0.01)
     drive([{"arguments": arguments(inputs, run, *more, steps=4)}])
-    assert uptrain("export", run, tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     result = uptrain("evaluate", tmp_path / "out", "--data", inputs["held_out"], "--json")
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
     first, *_, last = record["evaluations"]
@@ -161,19 +153,14 @@ def test_the_export_is_the_model_that_was_trained(inputs, tmp_path, uptrain):
     assert abs(first["loss"] - last["loss"]) > 1e-4
 
 
-@pytest.mark.parametrize("layout", CELLS)
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout):
     assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], *LORA, "--precision", "bf16")
 
 
 @pytest.mark.slow
 def test_layouts_train_alike(inputs, tmp_path):
-    losses = []
-    for layout, how in LAYOUTS.items():
-        drive([{"arguments": arguments(inputs, tmp_path / layout, *LORA, steps=4)}], *how)
-        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert_layouts_train_alike(inputs, tmp_path, *LORA)
 
 
 def test_sharing_the_body_changes_nothing(inputs, tmp_path):

@@ -99,3 +99,11 @@ def test_a_loss_that_rose(records, words):
     warning = rise_warning(records, 1e-3)
     assert (warning is None) == (words is None)
     assert (words or "") in (warning or "")
+
+
+def test_metrics_that_are_removed_meanwhile(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.path.touch()
+    metrics.path.unlink()
+    assert metrics.write({"step": 1, "event": "e"}) == ""
+    assert json.loads(metrics.path.read_text()) == {"step": 1, "event": "e"}

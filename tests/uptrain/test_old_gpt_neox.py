@@ -29,12 +29,10 @@ def test_masks_in_the_files(uptrain, convert, tmp_path, dtype):
         if kind == "masked":
             with_masks(parent, dtype)
         child = tmp_path / f"{kind}-child"
-        assert convert("mha-to-gqa", parent, child, "--groups", 2, "--method", "mean").code == 0
-        planned = uptrain("plan", child, "--teacher", parent, *SIZE, "--json")
-        assert planned.code == 0, planned.err
+        convert("mha-to-gqa", parent, child, "--groups", 2, "--method", "mean").succeeded()
+        planned = uptrain("plan", child, "--teacher", parent, *SIZE, "--json").succeeded()
         plans.append({k: v for k, v in json.loads(planned.out).items() if k in ("n_params", "memory", "time")})
     assert plans[0] == plans[1]
     inputs |= {"model": child, "parent": parent}
-    run = uptrain(*arguments(inputs, tmp_path / "run", "--trainable", "attention", loss="distill", steps=4))
-    assert run.code == 0, run.err
-    assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
+    uptrain(*arguments(inputs, tmp_path / "run", "--trainable", "attention", loss="distill", steps=4)).succeeded()
+    uptrain("export", tmp_path / "run", tmp_path / "out").succeeded()

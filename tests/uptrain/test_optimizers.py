@@ -5,13 +5,16 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from real_runs import LAYOUTS, arguments, assert_same_run, drive, make_inputs, steps
+from real_runs import LAYOUTS, arguments, assert_layouts_train_alike, assert_same_run, drive, make_inputs, steps
+from small_training import make_training
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from uptrain.estimates.memory import state_bytes
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.adafactor import Adafactor
+from uptrain.training.learning_rate import Schedule
+from uptrain.training.loop import RunState, train
 from uptrain.training.optimizer import make_optimizer
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -143,12 +146,7 @@ def test_adafactor_takes_the_steps_of_its_paper(scale):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adafactor_trains_shards_as_one_process_does(inputs, tmp_path):
-    losses = []
-    for layout, how in LAYOUTS.items():
-        drive([{"arguments": arguments(inputs, tmp_path / layout, "--optimizer", "adafactor", steps=6)}], *how)
-        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert_layouts_train_alike(inputs, tmp_path, "--optimizer", "adafactor", n_steps=6)
 
 
 def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatch):
@@ -161,7 +159,7 @@ def test_without_its_library_it_is_refused(inputs, tmp_path, uptrain, monkeypatc
 
 def test_resuming_without_its_library_is_refused(inputs, tmp_path, uptrain, monkeypatch):
     out = tmp_path / "run"
-    assert uptrain(*arguments(inputs, out, steps=4)).code == 0
+    uptrain(*arguments(inputs, out, steps=4)).succeeded()
     text = (out / "run.json").read_text()
     (out / "run.json").write_text(text.replace('"adamw"', '"adamw8bit"'))
     monkeypatch.setattr("uptrain.training.optimizer.find_spec", lambda name: None)
@@ -174,3 +172,12 @@ def test_compiling_without_a_compiler_is_refused_at_the_start(uptrain, inputs, t
     monkeypatch.delenv("CC", raising=False)
     uptrain(*arguments(inputs, tmp_path / "run", "--compile")).refused("--compile needs a C++ compiler")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):
+    rates = []
+    training = make_training(tmp_path, 5, lambda record: None, "adafactor")
+    training.show = lambda record: rates.append(record["learning_rate"])
+    training.schedule = Schedule("constant", 0.5, 5, 0)
+    train(training, RunState())
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 5**-0.5])

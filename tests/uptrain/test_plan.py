@@ -44,8 +44,7 @@ def known(monkeypatch):
 
 
 def plan(uptrain, *arguments):
-    result = uptrain("plan", *arguments, "--json")
-    assert result.code == 0, result.err
+    result = uptrain("plan", *arguments, "--json").succeeded()
     assert not result.err
     return json.loads(result.out)
 
@@ -96,21 +95,21 @@ def test_other_schedules(uptrain, source, kind):
     if kind == "inverse-sqrt":
         unknown.refused("continues the original pre-training, whose length is unknown; give --original-tokens")
     else:
-        assert unknown.code == 0
+        unknown.succeeded()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_shortest_runs(uptrain, source, steps):
     planned = plan(uptrain, source, "--steps", steps, *SIZE)
     assert all(0 < row["lr"] <= 1e-3 for row in planned["learning_rates"])
-    assert uptrain("plan", source, "--steps", steps, *SIZE).code == 0
+    uptrain("plan", source, "--steps", steps, *SIZE).succeeded()
 
 
 def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, tmp_path, known):
     source = source.rename(tmp_path / "Tiny-2")
     assert plan(uptrain, source, "--alpha", 0.05)["original"]["name"] == "tiny-2", "before it is converted, too"
     out = tmp_path / "gqa"
-    assert convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).succeeded()
     planned = plan(uptrain, out, "--alpha", 0.05)
     assert planned["original"] == {
         "name": "tiny-2", "tokens": 2 * 10**9, "batch_tokens": 2**20, "steps": 1907, "peak_lr": 2e-3,

@@ -62,8 +62,7 @@ def make(uptrain, tmp_path, tokenizer):
         arguments = [word for path in data for word in ("--data", path)]
         arguments += ["--tokenizer", tokenizer] if tokenizer else []
         arguments += ["--seq-len", seq_len, "--tokens", tokens, "--out", tmp_path / out, *options]
-        result = uptrain("prepare", *arguments, "--json")
-        assert result.code == 0, result.err
+        uptrain("prepare", *arguments, "--json").succeeded()
         return TokenCache.open(tmp_path / out)
 
     return run
@@ -404,8 +403,7 @@ def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):
     for words in ("documents", "60", "windows", "of 32 tokens", "dropped", "none", "README.md: not a known format"):
         assert words.replace(" ", "") in printed
     before = tiny.snapshot(tmp_path / "out")
-    again = uptrain(*arguments, "--out", tmp_path / "out")
-    assert again.code == 0
+    again = uptrain(*arguments, "--out", tmp_path / "out").succeeded()
     assert "was complete already, with the same data and options" in again.out
     assert tiny.snapshot(tmp_path / "out") == before
     uptrain(*arguments, "--out", tmp_path / "out", "--tokens", "500").refused("out exists", "other data or options")
@@ -416,7 +414,7 @@ def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):
 def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):
     result = uptrain("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 32,
                      "--out", tmp_path / "out", "--shard", "1/2")  # fmt: skip
-    assert result.code == 0
+    result.succeeded()
     assert result.out.startswith("Shard 1/2 is done: ")
     assert "the same command without --shard joins them" in result.out
 
@@ -435,8 +433,7 @@ def test_ignored_files_are_named_up_to_a_number(uptrain, tmp_path, tokenizer):
     for i in range(12):
         (folder / f"{i:02}.csv").write_text("")
     command = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 32, "--out", tmp_path / "out")
-    result = uptrain(*command)
-    assert result.code == 0, result.err
+    result = uptrain(*command).succeeded()
     assert [f"{i:02}.csv: not a known format" in result.out for i in range(12)] == [True] * 10 + [False] * 2
     assert "and 2 more" in result.out
     uptrain(*command, "--tokens", "many").refused("--tokens", "'many' is not a count")

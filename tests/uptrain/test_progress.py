@@ -2,6 +2,7 @@
 
 import pytest
 
+from model.common import console
 from uptrain.runs import progress
 
 
@@ -32,3 +33,22 @@ def test_a_line_every_half_minute(printed):
     assert printed(77, {"step": 8, "evaluation": {"loss": 3.5, "targets": 9}}) == "step 8: held-out loss 3.5000\n"
     assert "too full" in printed(77, {"step": 8, "event": "not saved", "why": "the disk is too full"})
     assert "step 9" in printed(78, step(9))
+
+
+@pytest.mark.parametrize(("rank", "shows"), [("0", True), ("1", False)])
+def test_one_process_draws_the_bar(monkeypatch, rank, shows):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    drawn = []
+
+    class Recorded(console.Progress):
+        def __init__(self, *columns, **options):
+            drawn.append(columns)
+            super().__init__(*columns, **options)
+
+    monkeypatch.setattr(console, "Progress", Recorded)
+    with console.progress_bar("Evaluating", 3, quiet=False, unit="windows") as advance:
+        advance(1)
+    assert bool(drawn) == shows

@@ -55,7 +55,7 @@ def test_report_of_a_distillation(distilled, uptrain):
 def test_report_of_numbers_of_any_size(tmp_path, uptrain):
     losses = zip((1e300, -1e300, 0.0, 1e-300), range(1, 5), strict=True)
     records = [with_teacher(0, 1e300, -1e300), *(step(n, loss) for loss, n in losses)]
-    assert uptrain("report", write_run(tmp_path / "run", records)).code == 0
+    uptrain("report", write_run(tmp_path / "run", records)).succeeded()
 
 
 def test_page_stands_alone(tmp_path, uptrain, page_only):
@@ -63,7 +63,7 @@ def test_page_stands_alone(tmp_path, uptrain, page_only):
     name = "a<b>& $x^2$"
     records = [with_teacher(0, 5.0), *(step(n, 4 - n / 100) for n in range(1, 50)), event(9, "not saved", why="<full>")]
     run = write_run(tmp_path / name, records, parent={"run": "/runs/<short>", "step": 3})
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     text = (run / "report.html").read_text()
     assert not re.search(r"https?:|\ssrc=|@import|<script|<link", text)
     assert all(url.startswith("#") for url in re.findall(r'(?:href="|url\()([^")]*)', text))
@@ -108,7 +108,7 @@ CASES = {
 def test_every_kind_of_run(tmp_path, uptrain, page_only, case):
     records, settings, panels, words = CASES[case]
     run = write_run(tmp_path / "run", records, **settings)
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     text = (run / "report.html").read_text()
     assert titles(text) == panels
     for word in words:
@@ -119,7 +119,7 @@ def test_several_runs_in_one(tmp_path, uptrain, page_only):
     one = write_run(tmp_path / "_one", [*STEPS, with_teacher(8, 4.0)], loss="distill")
     two = write_run(tmp_path / "two", [with_teacher(0, 9.0), *STEPS])
     page = tmp_path / "both.html"
-    assert uptrain("report", one, two, "--out", page).code == 0
+    uptrain("report", one, two, "--out", page).succeeded()
     assert page.with_suffix(".png").exists()
     assert not list(one.glob("report*"))
     text = page.read_text()
@@ -131,7 +131,7 @@ def test_several_runs_in_one(tmp_path, uptrain, page_only):
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path, uptrain, text_only):
     runs = [write_run(tmp_path / parent / "run", STEPS) for parent in "ab"]
-    assert uptrain("report", *runs, "--out", tmp_path / "page.html").code == 0
+    uptrain("report", *runs, "--out", tmp_path / "page.html").succeeded()
     assert all(f"Settings of {run}<" in (tmp_path / "page.html").read_text() for run in runs)
 
 
@@ -158,11 +158,11 @@ def test_axes_hold_all_runs(tmp_path, panel):
 
 def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     run = write_run(tmp_path / "run", STEPS)
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     before = (run / "report.html").read_text()
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step(9)) + '\n{"step": 10, "lo')
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     after = (run / "report.html").read_text()
     assert ("8 of 50" in before, "9 of 50" in after) == (True, True)
     assert {path.name for path in run.iterdir()} == {"run.json", "metrics.jsonl", "report.html", "report.png"}
@@ -204,7 +204,7 @@ def test_recovered_fraction(first, now, expected):
 @pytest.mark.parametrize(("before", "shown"), [(2.001, "none, the merge cost nothing measurable"), (2.5, "160.0%")])
 def test_a_merge_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
     run = write_run(tmp_path / "run", [with_teacher(0, before), step(1), with_teacher(1, 1.7)])
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     assert f"<dt>recovered fraction</dt><dd>{shown}</dd>" in (run / "report.html").read_text()
     status = json.loads(uptrain("status", run, "--json").out)["evaluation"]
     assert status["merge_cost"] == pytest.approx(before - 2.0)
@@ -248,7 +248,7 @@ def test_tokens_at_steps(tmp_path):
 def test_a_model_of_the_hubs_cache_has_its_name_there(tmp_path, uptrain, page_only):
     model = f"/cache/models--acme--tiny/snapshots/{'a' * 40}"
     run = write_run(tmp_path / "run", [*STEPS], model=model, teacher=model)
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     text = (run / "report.html").read_text()
     assert "Uptraining of acme/tiny" in text and "a" * 40 not in text
 
@@ -257,10 +257,10 @@ def test_an_evaluation_does_not_move_its_step(tmp_path, uptrain, page_only):
     lying = evaluation(8, 4.0)
     lying["evaluation"] |= {"step": None, "tokens": None}
     run = write_run(tmp_path / "run", [evaluation(0, 5.0), *STEPS, lying])
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
 
 
 def test_a_name_in_letters_that_the_font_lacks(tmp_path, uptrain, recwarn):
     run = write_run(tmp_path / "运行一", [*STEPS])
-    assert uptrain("report", run).code == 0
+    uptrain("report", run).succeeded()
     assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]

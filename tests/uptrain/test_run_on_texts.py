@@ -41,7 +41,7 @@ def arguments(model, data, out, *more):
 def test_same_run_as_on_a_cache(uptrain, tmp_path, model, texts, processes):
     cache = tmp_path / "cache"
     options = ("--tokenizer", model, "--seq-len", 64, "--out", cache)
-    assert uptrain("prepare", "--data", texts, *options).code == 0
+    uptrain("prepare", "--data", texts, *options).succeeded()
     direct, prepared = tmp_path / "direct", tmp_path / "prepared"
     held_out = ("--eval-data", texts)
     jobs = [arguments(model, texts, direct, *held_out), arguments(model, cache, prepared, *held_out)]
@@ -56,7 +56,7 @@ def test_the_same_evaluation_as_on_a_cache(uptrain, tmp_path, monkeypatch, model
     cache, scratch = tmp_path / "cache", tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    assert uptrain("prepare", "--data", texts, "--tokenizer", model, "--seq-len", 32, "--out", cache).code == 0
+    uptrain("prepare", "--data", texts, "--tokenizer", model, "--seq-len", 32, "--out", cache).succeeded()
     results = []
     for data in ((cache,), (texts, "--seq-len", 32)):
         result = succeed(("evaluate", model, "--json", "--data", *data), tmp_path, processes)[0]
@@ -82,7 +82,7 @@ def test_a_terminated_evaluation_leaves_no_tokens(uptrain, tmp_path, monkeypatch
 
 
 def test_the_model_says_how_long_windows_are(uptrain, tmp_path, model, texts):
-    assert uptrain(*arguments(model, texts, tmp_path / "run")).code == 0
+    uptrain(*arguments(model, texts, tmp_path / "run")).succeeded()
     assert json.loads((tmp_path / "run.data/manifest.json").read_text())["seq_len"] == 64
     refused = uptrain(*arguments(model, tmp_path / "run.data", tmp_path / "other", "--seq-len", 32))
     refused.refused("windows of 64 tokens, not 32", "leave --seq-len out")
@@ -95,7 +95,7 @@ def test_from_a_file_of_options(uptrain, tmp_path, model, texts):
     path.write_text(
         f'data = "{texts}"\nseq-len = 32\nsteps = 6\nlr = 1e-3\noriginal-tokens = "1M"\nglobal_batch_tokens = 256\n'
     )
-    assert uptrain("run", model, "--config", path, "--steps", 5, "--out", tmp_path / "run").code == 0
+    uptrain("run", model, "--config", path, "--steps", 5, "--out", tmp_path / "run").succeeded()
     run = json.loads((tmp_path / "run/run.json").read_text())["settings"]
     assert (run["steps"], run["lr"], run["global_batch"]) == (5, 1e-3, 8)
 
@@ -169,7 +169,7 @@ def test_a_token_for_padding_that_the_model_has_no_embedding_of(uptrain, tmp_pat
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tokenizer["added_tokens"].append({"id": VOCAB, "content": "<padding>", **special})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert uptrain(*arguments(model, texts, tmp_path / "run")).code == 0
+    uptrain(*arguments(model, texts, tmp_path / "run")).succeeded()
     texts.write_text(json.dumps({"text": f"{SENTENCES[0]} <padding> {SENTENCES[1]}"}) + "\n")
     refused = uptrain(*arguments(model, texts, tmp_path / "other"))
     assert refused.code == 2
@@ -177,8 +177,7 @@ def test_a_token_for_padding_that_the_model_has_no_embedding_of(uptrain, tmp_pat
 
 
 def test_held_out_data_that_are_the_training_data(uptrain, tmp_path, model, texts):
-    warned = uptrain(*arguments(model, texts, tmp_path / "run", "--eval-data", texts))
-    assert warned.code == 0
+    warned = uptrain(*arguments(model, texts, tmp_path / "run", "--eval-data", texts)).succeeded()
     assert "Warning: the held-out data are the training data" in warned.err
     other = tmp_path / "other.jsonl"
     other.write_text("".join(texts.read_text().splitlines(keepends=True)[:9]))
@@ -190,8 +189,8 @@ def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
     away = tmp_path / "away"
     away.mkdir()
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert uptrain(*arguments(model, texts, whole, "--eval-data", texts)).code == 0
-    assert uptrain(*arguments(model, texts, run, "--eval-data", texts, "--max-minutes", 0)).code == 0
+    uptrain(*arguments(model, texts, whole, "--eval-data", texts)).succeeded()
+    uptrain(*arguments(model, texts, run, "--eval-data", texts, "--max-minutes", 0)).succeeded()
     run.rename(away / "moved")
     for what in ("data", "eval-data"):
         (tmp_path / f"run.{what}").rename(away / f"held.{what}")
@@ -199,7 +198,7 @@ def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
     gone.refused(f"the run's data, {tmp_path}/run.data, are missing", f"put them at {away}/moved.data")
     for what in ("data", "eval-data"):
         (away / f"held.{what}").rename(away / f"moved.{what}")
-    assert uptrain("resume", away / "moved").code == 0
+    uptrain("resume", away / "moved").succeeded()
     real_runs.assert_same_run(away / "moved", whole)
 
 
@@ -213,3 +212,39 @@ def test_far_more_texts_than_the_run_reads_are_warned_of(tmp_path):
     assert surplus_warning(["hub:none-of-this-name"], 1, tmp_path / "out") == "", "it is not downloaded to be counted"
     (tmp_path / "b.txt").write_text("short")
     assert surplus_warning([str(tmp_path / "b.txt")], 1, tmp_path / "out") == ""
+
+
+def test_files_that_are_left_out_are_named(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "A.TXT").write_text("\n".join(SENTENCES * 20))
+    (texts / "notes.md").write_text("left out")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    result = uptrain(*run, "--global-batch-tokens", 64).succeeded()
+    warning = f"Warning: --data: 1 files of an unknown format are left out, such as {texts / 'notes.md'}."
+    assert warning in result.err.splitlines()
+    assert "1 documents" in result.err
+
+
+def test_an_uneven_step_is_refused_before_texts_are_tokenised(uptrain, tmp_path, monkeypatch):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
+    uptrain(*run, "--global-batch-tokens", 64).refused("2 windows cannot be divided evenly among 3 processes")
+    assert not (tmp_path / "run.data").exists()
+
+
+def test_a_run_behind_a_link(uptrain, tmp_path):
+    """The data beside the real folder are found after both were moved."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    (tmp_path / "texts.txt").write_text("\n".join(SENTENCES * 9))
+    out = tmp_path / "before/run"
+    out.parent.mkdir()
+    fixed = ("--seq-len", 32, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--max-minutes", 0)
+    uptrain("run", model, "--data", tmp_path / "texts.txt", "--out", out, *fixed).succeeded()
+    out.parent.rename(tmp_path / "after")
+    (tmp_path / "latest").symlink_to("after/run")
+    uptrain("resume", tmp_path / "latest").succeeded()

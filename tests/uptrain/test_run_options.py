@@ -15,10 +15,12 @@ from tiny_tokenizers import make_tokenizer
 from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
+from uptrain.data.token_cache import TokenCache
 from uptrain.runs import launch
 from uptrain.runs import run as runs
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
+from uptrain.training import loop
 from uptrain.training.metrics_log import Metrics
 
 
@@ -35,8 +37,7 @@ def settings(uptrain, inputs, tmp_path):
         out = tmp_path / "run"
         shutil.rmtree(out, ignore_errors=True)
         fixed = ("--data", inputs["data"], "--out", out, "--lr", 1e-3, "--global-batch-tokens", 256)
-        result = uptrain("run", *([folder] if folder else []), *fixed, *options, "--max-minutes", 0)
-        assert result.code == 0, result
+        uptrain("run", *([folder] if folder else []), *fixed, *options, "--max-minutes", 0).succeeded()
         return json.loads((out / "run.json").read_text())["settings"]
 
     return run
@@ -63,7 +64,7 @@ def test_the_default_micro_batch_is_a_processs_part_of_a_step(uptrain, inputs, t
 def test_a_converted_model_trains_its_attention(settings, inputs, convert, tmp_path):
     """Any other model trains everything, as does one whose attention has unknown names."""
     out = tmp_path / "converted"
-    assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", 2).succeeded()
     assert settings("--steps", 2, folder=out)["trainable"] == "attention"
     assert settings("--steps", 2, "--trainable", "all", folder=out)["trainable"] == "all"
     assert settings("--steps", 2, "--init", inputs["parent"], folder=None)["trainable"] == "all"
@@ -75,10 +76,10 @@ def test_a_model_whose_heads_were_not_merged_trains_everything(settings, inputs,
     parent = inputs["parent"]
     n_heads = json.loads((parent / "config.json").read_text())["num_key_value_heads"]
     merged, repeated, copied, again = (tmp_path / name for name in ("merged", "repeated", "copied", "again"))
-    assert convert("mha-to-gqa", "--method", "mean", parent, merged, "--groups", 2).code == 0
-    assert convert("repeat-kv", merged, repeated, "--groups", n_heads).code == 0
-    assert convert("to-hf", parent, copied).code == 0
-    assert convert("to-hf", merged, again).code == 0
+    convert("mha-to-gqa", "--method", "mean", parent, merged, "--groups", 2).succeeded()
+    convert("repeat-kv", merged, repeated, "--groups", n_heads).succeeded()
+    convert("to-hf", parent, copied).succeeded()
+    convert("to-hf", merged, again).succeeded()
     found = {folder.name: settings("--steps", 2, folder=folder)["trainable"] for folder in (repeated, copied, again)}
     assert found == {"repeated": "attention", "copied": "all", "again": "attention"}, "merged at some time, or never"
     plan = json.loads(uptrain(
@@ -115,7 +116,7 @@ def test_only_kv_is_trained(uptrain, settings, inputs, tmp_path):
     options = ("--trainable", "kv", "--optimizer", "adafactor", "--weight-decay", 0.1, "--activation-checkpointing")
     stored = settings("--steps", 2, *options)
     assert (stored["trainable"], stored["optimizer"], stored["weight_decay"]) == ("kv", "adafactor", 0.1)
-    assert uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").code == 0
+    uptrain("export", tmp_path / "run", tmp_path / "out", "--dtype", "float32").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert {n for n, t in after.items() if not torch.equal(t, before[n])} == {n for n in before if tiny.is_kv(n)}
 
@@ -127,7 +128,7 @@ def test_adafactor_needs_a_rate(uptrain, inputs, tmp_path):
 
 def test_logits_are_no_data(uptrain, inputs, tmp_path):
     logits = tmp_path / "logits"
-    assert uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", logits, "--top-k", 4).code == 0
+    uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", logits, "--top-k", 4).succeeded()
     fixed = ("run", inputs["model"], "--data", logits, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
     uptrain(*fixed, "--out", tmp_path / "run").refused(f"{logits} holds a teacher's logits")
 
@@ -135,7 +136,7 @@ def test_logits_are_no_data(uptrain, inputs, tmp_path):
 def test_from_nothing(uptrain, settings, inputs, tmp_path):
     stored = settings("--steps", 2, "--init", inputs["model"], "--seed", 3, folder=None)
     assert (stored["model"], stored["seed"]) == ("", 3)
-    assert uptrain("export", tmp_path / "run", tmp_path / "out").code == 0
+    uptrain("export", tmp_path / "run", tmp_path / "out").succeeded()
     card = (tmp_path / "out/README.md").read_text()
     assert "## Training by Groupwise" in card
     assert "from scratch, 1 of 2 steps" in card
@@ -201,7 +202,7 @@ def test_a_run_lies_outside_of_its_models(uptrain, inputs, tmp_path):
         uptrain(*real_runs.arguments(inputs, out, loss="distill")).refused(f"{out} lies in {inputs[name]}, which the")
         assert not out.parent.exists()
     run = tmp_path / "run"
-    assert uptrain(*real_runs.arguments(inputs, run, steps=4)).code == 0
+    uptrain(*real_runs.arguments(inputs, run, steps=4)).succeeded()
     out = inputs["model"] / "longer"
     uptrain("extend", run, "--out", out, "--steps", 9).refused(f"{out} lies in {inputs['model']}")
 
@@ -210,7 +211,7 @@ def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
     """It has fewer heads than the parent of MODEL, by groupwise.json. One of another size may have any number."""
     merged, other, smaller = (tmp_path / name for name in ("merged", "other", "smaller"))
     for out, groups in ((merged, 2), (other, 1)):
-        assert convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", groups).code == 0
+        convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", groups).succeeded()
     tiny.save(tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=1, num_hidden_layers=1), smaller)
     fixed = ("plan", merged, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
     warning = f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was merged"
@@ -219,7 +220,7 @@ def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
         run = uptrain(*real_runs.arguments(given, tmp_path / "run", "--max-minutes", 0, loss="distill"))
         shutil.rmtree(tmp_path / "run")
         for result in (run, uptrain(*fixed, "--teacher", teacher)):
-            assert result.code == 0, result
+            result.succeeded()
             assert (warning in result.err) == warns
     taught = uptrain("teach", merged, "--data", inputs["data"], "--out", tmp_path / "logits", "--top-k", 4)
     assert f"Warning: {merged} is a converted model" in taught.err
@@ -235,7 +236,7 @@ def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
     for lr, warns in ((30, True), (1e-3, False)):
         run, out = tmp_path / f"run-{lr}", tmp_path / f"out-{lr}"
         for result in (uptrain(*fixed, "--lr", lr, "--out", run), uptrain("export", run, out)):
-            assert result.code == 0, result
+            result.succeeded()
             assert (warning in result.err) == warns, result.err
             assert (f"start a new run with a lower --lr (it was {lr:g})" in result.err) == warns
 
@@ -254,7 +255,7 @@ def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, mo
     monkeypatch.setattr(Metrics, "flush", full_at_the_end)
     result = uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3,
                      "--global-batch-tokens", 256, "--steps", 2)  # fmt: skip
-    assert result.code == 0, result
+    result.succeeded()
     assert "were not written, but the run is saved: [Errno 28] No space left on device" in result.err
     assert json.loads((tmp_path / "run/run_state.json").read_text())["status"] == "finished"
 
@@ -263,11 +264,11 @@ def test_resume_compares_only_the_tensors_that_it_reads_again(uptrain, inputs, t
     model, out = tmp_path / "model", tmp_path / "run"
     shutil.copytree(inputs["model"], model)
     fixed = ("--data", inputs["data"], "--lr", 1e-3, "--global-batch-tokens", 256, "--trainable", "kv", "--steps", 3)
-    assert uptrain("run", model, *fixed, "--out", out, "--max-minutes", 0).code == 0
+    uptrain("run", model, *fixed, "--out", out, "--max-minutes", 0).succeeded()
     tensors = tiny.tensors(model)
     trained = next(name for name in tensors if tiny.is_kv(name))
     save_file({**tensors, trained: tensors[trained] + 1}, model / "model.safetensors", {"format": "pt"})
-    assert uptrain("resume", out, "--max-minutes", 0).code == 0
+    uptrain("resume", out, "--max-minutes", 0).succeeded()
     frozen = next(name for name in tensors if not tiny.is_kv(name))
     save_file({**tensors, frozen: tensors[frozen] + 1}, model / "model.safetensors", {"format": "pt"})
     uptrain("resume", out).refused(f"{model} holds other tensors than when the run began")
@@ -291,14 +292,13 @@ def test_a_run_says_first_what_it_does(uptrain, inputs, tmp_path):
 
 def test_windows_beyond_the_context_are_warned_of(uptrain, tmp_path):
     inputs = real_runs.make_inputs(tmp_path, max_position_embeddings=16)
-    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", steps=4))
-    assert result.code == 0, result
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", steps=4)).succeeded()
     assert "Warning: windows of 32 tokens are longer than the model's context of 16" in result.err
 
 
 def test_other_formats_and_runs_are_no_models(uptrain, inputs, tmp_path):
     out = tmp_path / "run"
-    assert uptrain(*real_runs.arguments(inputs, out, steps=4)).code == 0
+    uptrain(*real_runs.arguments(inputs, out, steps=4)).succeeded()
     export = f"It is the folder of a run; make a model of it first: uptrain export {out} OUT"
     gguf = tmp_path / "parent.gguf"
     gguf.write_bytes(b"GGUF")
@@ -327,7 +327,7 @@ def test_held_out_windows_beyond_the_context_are_warned_of(uptrain, inputs, tmp_
     longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 128, real_runs.VOCAB)
     run = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--eval-data", longer, steps=4))
     for result in (run, uptrain("evaluate", inputs["model"], "--data", longer)):
-        assert result.code == 0, result
+        result.succeeded()
         assert "Warning: windows of 128 tokens are longer than the model's context of 64" in result.err
 
 
@@ -339,3 +339,16 @@ def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, w
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
     warning = launch._packing_warning({"model_type": "llama" if native else "phi"})
     assert (warning is not None and "install a newer torch" in warning) == warns
+
+
+def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch):
+    """No more tokens at a time than in training."""
+    longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 64, real_runs.VOCAB)
+    sizes = []
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *given: sizes.append(given[2]) or real(*given))
+    for held_out, out in ((inputs["held_out"], "equal"), (longer, "longer-run")):
+        arguments = real_runs.arguments(inputs, tmp_path / out, "--eval-data", held_out, "--micro-batch", 5, steps=4)
+        uptrain(*arguments).succeeded()
+    assert {*sizes[:5]} == {5} and {*sizes[5:]} == {2}, sizes
+    assert TokenCache.open(longer).seq_len == 2 * TokenCache.open(inputs["data"]).seq_len

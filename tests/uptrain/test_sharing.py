@@ -17,7 +17,7 @@ def make_pair(folder, convert, family="llama", dtype="bfloat16", **changes):
     """Return a model and its parent, from which it was converted."""
     parent = tiny.save(tiny.build(family, vocab_size=VOCAB, **changes), folder / "parent", dtype)
     model = folder / "model"
-    assert convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).code == 0
+    convert("mha-to-gqa", "--method", "mean", parent, model, "--groups", 2).succeeded()
     return model, parent
 
 

@@ -24,7 +24,7 @@ def read_json(result):
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
-    assert result.code == 0, result.err
+    result.succeeded()
     return json.loads(result.out, parse_constant=refuse)
 
 
@@ -97,8 +97,7 @@ def test_every_state(tmp_path, uptrain, status):
         is shown_status["loss"]
         is None
     )
-    result = uptrain("status", run)
-    assert result.code == 0
+    result = uptrain("status", run).succeeded()
     for word in (*words, "0 of 50 (0.0%)", "none yet"):
         assert word in " ".join(result.out.split())
 
@@ -198,9 +197,9 @@ def test_damaged_checkpoint(tmp_path, uptrain):
     run = write_run(tmp_path / "run", [step(1)])
     write_checkpoint(run, 1, keep=True)
     path = write_checkpoint(run, 2) / "tensors" / "0.distcp"
-    assert uptrain("status", run, "--verify").code == 0
+    uptrain("status", run, "--verify").succeeded()
     path.write_bytes(b"1" + bytes(99))
-    assert uptrain("status", run).code == 0
+    uptrain("status", run).succeeded()
     result = uptrain("status", run, "--verify")
     assert result.code == 1
     assert result.err.count("\n") == 1

@@ -12,16 +12,24 @@ import tiny
 import torch
 from caches import write_cache
 from limits import few_files
-from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, evaluations, make_inputs, records, steps
+from real_runs import (
+    LAYOUT_CASES,
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_same_run,
+    drive,
+    evaluations,
+    make_inputs,
+    records,
+    steps,
+)
 from tiny_tokenizers import make_tokenizer
 
 from uptrain import teach as teach_module
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
-
-SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, marks=SLOW[layout]) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +44,7 @@ def teach_arguments(inputs, out, *more):
 @pytest.fixture
 def teach(uptrain, inputs):
     def run(out, *more):
-        result = uptrain(*teach_arguments(inputs, out, *more))
-        assert result.code == 0, result
+        uptrain(*teach_arguments(inputs, out, *more)).succeeded()
         return out
 
     return run
@@ -75,7 +82,7 @@ def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tm
         monkeypatch.setattr(teach_module, "WHOLE_LOGITS", limit)
         n_windows.clear()
         out = tmp_path / f"{limit}"
-        assert uptrain(*teach_arguments({**inputs, "parent": parent}, out, "--top-k", VOCAB)).code == 0
+        uptrain(*teach_arguments({**inputs, "parent": parent}, out, "--top-k", VOCAB)).succeeded()
         assert (max(n_windows), sum(n_windows)) == (most, cache.n_windows)
         logits, ids = teacher_logits.TeacherLogits.open(out, cache).read(np.arange(cache.n_windows))
         order = ids.argsort(axis=-1)  # rounding may change the order of the top
@@ -106,7 +113,7 @@ def test_held_out_text_is_measured_without_the_teacher(inputs, teach, tmp_path):
     assert all(set(evaluation) == {"targets", "loss"} for _, evaluation in evaluations(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("layout", CELLS)
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, teach, tmp_path, layout):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     more = ("--teacher-logits", teach(tmp_path / "logits", "--top-k", 16))
@@ -146,9 +153,9 @@ def test_all_shards_have_one_precision(uptrain, inputs, tmp_path, monkeypatch):
     out, other = tmp_path / "out", tmp_path / "other"
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr("uptrain.teach._precision", lambda stagings: "bf16")
-        assert uptrain(*teach_arguments(inputs, out, "--shard", "1/3")).code == 0
-        assert uptrain(*teach_arguments(inputs, other, "--shard", "1/2")).code == 0
-    assert uptrain(*teach_arguments(inputs, other, "--shard", "2/2")).code == 0
+        uptrain(*teach_arguments(inputs, out, "--shard", "1/3")).succeeded()
+        uptrain(*teach_arguments(inputs, other, "--shard", "1/2")).succeeded()
+    uptrain(*teach_arguments(inputs, other, "--shard", "2/2")).succeeded()
     before = tiny.snapshot(tmp_path)
     uptrain(*teach_arguments(inputs, other)).refused("shards were computed in bf16 (", " and fp32 (")
     assert tiny.snapshot(tmp_path) == before, "nothing is lost"
@@ -235,7 +242,7 @@ def test_foreign_logits_are_refused_by_name(uptrain, inputs, teach, refused, tmp
     refused(logits, f"{logits} is of another token cache than", "another tokenizer", data=inputs["held_out"])
     bigger = tiny.save(tiny.build(vocab_size=VOCAB + 3), tmp_path / "bigger")
     other = tmp_path / "other"
-    assert uptrain(*teach_arguments({**inputs, "parent": bigger}, other)).code == 0
+    uptrain(*teach_arguments({**inputs, "parent": bigger}, other)).succeeded()
     refused(other, f"the teacher of {other}, bigger, has 260 tokens, the student 257")
     refused(tmp_path, "holds no teacher's logits", "uptrain teach")
     refused(inputs["data"], "manifest.json is damaged, or no manifest of logits")
@@ -325,7 +332,7 @@ def test_another_folder_at_out(uptrain, inputs, tmp_path):
 def test_logits_of_the_model_itself(uptrain, inputs, tmp_path, teacher):
     """Distillation from them trains nothing; so typed by mistake, they are worth a warning."""
     logits = tmp_path / "logits"
-    assert uptrain(*teach_arguments({**inputs, "parent": inputs[teacher]}, logits)).code == 0
+    uptrain(*teach_arguments({**inputs, "parent": inputs[teacher]}, logits)).succeeded()
     fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-4, "--global-batch-tokens", 256)
     result = uptrain("run", inputs["model"], *fixed, "--teacher-logits", logits, "--out", tmp_path / "run")
     assert (result.code, "are those of MODEL itself" in result.err) == (0, teacher == "model")

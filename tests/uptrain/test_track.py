@@ -27,7 +27,7 @@ def test_tensorboard(uptrain, inputs, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "run"
     more = ("--track", "tensorboard", "--eval-data", inputs["held_out"], "--eval-every", 6)
-    assert uptrain(*real_runs.arguments(inputs, out, *more)).code == 0
+    uptrain(*real_runs.arguments(inputs, out, *more)).succeeded()
     log = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
     losses = {event.step: event.value for event in log.Scalars("loss")}
     assert losses == pytest.approx(dict(real_runs.steps(out, "loss")))
@@ -68,8 +68,7 @@ def failing(monkeypatch):
 def test_a_tracker_that_fails_does_not_end_the_training(uptrain, inputs, tmp_path, failing):
     out = tmp_path / "run"
     more = ("--track", "tensorboard", "--eval-data", inputs["held_out"], "--eval-every", 6)
-    result = uptrain(*real_runs.arguments(inputs, out, *more))
-    assert result.code == 0
+    result = uptrain(*real_runs.arguments(inputs, out, *more)).succeeded()
     (event,) = real_runs.events(out, "not tracked from here")
     assert (event["step"], event["why"]) == (3, "tensorboard: [Errno 28] No space left on device")
     assert "step 3: not tracked from here: tensorboard: [Errno 28] No space left on device" in result.err
@@ -79,8 +78,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(uptrain, inputs, tmp_pat
 
 def test_a_tracker_that_cannot_finish(uptrain, inputs, tmp_path, failing, monkeypatch):
     monkeypatch.setattr(Failing, "full_from", 99)
-    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--track", "tensorboard", steps=4))
-    assert result.code == 0, result.err
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--track", "tensorboard", steps=4)).succeeded()
     assert "the run did: tensorboard: [Errno 28] No space left on device" in result.err
 
 
@@ -90,7 +88,7 @@ def test_a_tracker_that_cannot_start(uptrain, inputs, tmp_path, failing, monkeyp
 
     monkeypatch.setattr(Failing, "start", fails)
     out = tmp_path / "run"
-    assert uptrain(*real_runs.arguments(inputs, out, "--track", "tensorboard", steps=4)).code == 0
+    uptrain(*real_runs.arguments(inputs, out, "--track", "tensorboard", steps=4)).succeeded()
     assert [(event["step"], event["why"]) for event in real_runs.events(out, "not tracked from here")] == [
         (0, "tensorboard: not logged in")
     ]
@@ -132,10 +130,10 @@ def test_a_resumed_run_stays_one_run_of_wandb(uptrain, inputs, tmp_path, failing
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     run, other = tmp_path / "run", tmp_path / "other"
     wandb = ("--track", "wandb", "--max-minutes")
-    assert uptrain(*real_runs.arguments(inputs, run, *wandb, 1e-9)).code == 0
-    assert uptrain("resume", run).code == 0
+    uptrain(*real_runs.arguments(inputs, run, *wandb, 1e-9)).succeeded()
+    uptrain("resume", run).succeeded()
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    assert uptrain(*real_runs.arguments(inputs, other, *wandb, 1)).code == 0
+    uptrain(*real_runs.arguments(inputs, other, *wandb, 1)).succeeded()
     assert [project for project, _ in started] == ["groupwise", "groupwise", "mine"]
     first, again, last = (options for _, options in started)
     assert first == again == {"name": "run", "id": first["id"], "resume": "allow", "dir": str(run)}

@@ -6,15 +6,17 @@ import re
 import pytest
 import tiny
 import torch
+from first_steps import assert_first_step_is_of_full_training
 from real_runs import (
+    LAYOUT_CASES,
     LAYOUTS,
     VOCAB,
     arguments,
+    assert_layouts_train_alike,
     assert_same_run,
     assert_stops_change_nothing,
     drive,
     make_inputs,
-    steps,
     tensors,
 )
 
@@ -28,18 +30,12 @@ OF_PART = {
     "attention": re.compile(r"self_attn\.|input_layernorm"),
     "kv": re.compile(r"self_attn\.[kv]_proj\."),
 }
-SLOW = {layout: () if layout == "one process" else pytest.mark.slow for layout in LAYOUTS}
-CELLS = [pytest.param(layout, part, marks=SLOW[layout]) for layout in LAYOUTS for part in PARTS]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Write the model and its parent in bfloat16, in which parameters that are not trained stay."""
-    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
-    for name, changes in (("model", {"num_key_value_heads": 2}), ("parent", {})):
-        model = tiny.build(vocab_size=VOCAB, attention_bias=True, **changes)
-        inputs[name] = tiny.save(model, inputs[name], "bfloat16")
-    return inputs
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "bfloat16", attention_bias=True)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -49,21 +45,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_first_step_is_that_of_full_training(tmp_path, family, dtype, part, autocast):
     folder = tiny.save(tiny.build(family, num_key_value_heads=2, tie_word_embeddings=True), tmp_path / "model", dtype)
-    ids = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(0))
-    documents = (torch.arange(16) > 9).long().expand(2, -1)
-    losses, gradients = [], []
-    for each in ("all", part):
-        student = load_student(folder, each).train()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss, _ = student(ids, ids, documents)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
-    full, partial = gradients
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert {name for name in full if OF_PART[part].search(name)} == partial.keys()
-    for name, gradient in partial.items():
-        assert (gradient - full[name]).norm() <= 1e-6 * full[name].norm(), name
+    assert_first_step_is_of_full_training(folder, part, OF_PART[part], autocast)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -113,7 +95,7 @@ def test_an_export_keeps_the_bytes_of_the_rest(inputs, tmp_path, uptrain, family
     stored = tensors(run / "checkpoints/step-00000004")
     assert all(OF_PART[part].search(name) for name in stored if name.startswith("model.")), stored.keys()
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
-    assert uptrain("export", run, tmp_path / "out").code == 0
+    uptrain("export", run, tmp_path / "out").succeeded()
     before, after = tiny.tensors(inputs["model"]), tiny.tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in after.items():
@@ -121,7 +103,8 @@ def test_an_export_keeps_the_bytes_of_the_rest(inputs, tmp_path, uptrain, family
         assert tensor.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("layout", "part"), CELLS)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
     precision = "fp32" if part == "kv" else "bf16"
     assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], "--trainable", part, "--precision", precision)
@@ -130,12 +113,7 @@ def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, layout, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_layouts_train_alike(inputs, tmp_path, part):
-    losses = []
-    for layout, how in LAYOUTS.items():
-        drive([{"arguments": arguments(inputs, tmp_path / layout, "--trainable", part, steps=4)}], *how)
-        losses.append([loss for _, loss in steps(tmp_path / layout, "loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert_layouts_train_alike(inputs, tmp_path, "--trainable", part)
 
 
 @pytest.mark.parametrize("part", ["attention", "lora"])
@@ -229,7 +207,7 @@ def test_a_family_that_is_not_converted(inputs, tmp_path, uptrain, part):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gptj")
     run, out = tmp_path / "run", tmp_path / "out"
     drive([{"arguments": arguments({**inputs, "model": tmp_path / "gptj"}, run, "--trainable", part, steps=4)}])
-    assert uptrain("export", run, out, "--dtype", "float32").code == 0
+    uptrain("export", run, out, "--dtype", "float32").succeeded()
     before, after = tiny.tensors(tmp_path / "gptj"), tiny.tensors(out)
     assert before.keys() == after.keys()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

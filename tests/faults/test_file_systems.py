@@ -1,4 +1,4 @@
-"""Other processes, other people and odd file systems: nothing of theirs is lost, and results are whole."""
+"""File systems of several machines, without locks, or that ignore case: nothing is lost, and results are whole."""
 
 import errno
 import fcntl
@@ -18,8 +18,8 @@ import forks
 import pytest
 import real_runs
 import tiny
+from commands import MEAN, left_behind
 from self_kill import run_self_killing
-from staged import MEAN, left_behind
 
 from model.common.errors import InputError
 from model.common.files import FileLock, LockedError, StoppedError, file_sha256, lies_in
@@ -94,8 +94,8 @@ def test_a_staging_area_that_cannot_be_removed_is_no_failure(convert, source, tm
         result = convert("mha-to-gqa", source, out, *MEAN, "--overwrite")
     assert (result.code, result.err.count("\n")) == (0, 1)
     assert result.err.startswith(f"Warning: {tmp_path}/.out.groupwise/replaced could not be removed")
-    assert convert("verify", source, out).code == 0
-    assert convert("mha-to-gqa", source, out, *MEAN, "--overwrite").code == 0
+    convert("verify", source, out).succeeded()
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").succeeded()
     assert left_behind(tmp_path) == []
 
 
@@ -109,8 +109,7 @@ def test_a_journal_that_cannot_be_removed_is_no_failure(writers, tmp_path, monke
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", denied)
-    result = writers[name][0]()
-    assert result.code == 0, result.err
+    result = writers[name][0]().succeeded()
     assert "could not be removed" in result.err
     assert (tmp_path / "out").is_dir()
 
@@ -154,7 +153,7 @@ def test_a_run_has_one_training_on_any_file_system(finished_run, request, kind):
 def test_without_flock(writers, tmp_path, no_flock, name):
     with Staging(tmp_path / "out"):
         writers[name][0]().refused("is being written by process", "lock.owner")
-    assert writers[name][0]().code == 0
+    writers[name][0]().succeeded()
     assert left_behind(tmp_path) == []
 
 
@@ -221,7 +220,7 @@ def begin(tmp_path):
 
 @pytest.mark.parametrize("locks", LOCKS)
 def test_two_conversions_to_one_out(convert, source, tmp_path, begin, locks):
-    assert convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).succeeded()
     out = tmp_path / "out"
     for _ in range(3):
         begun = [begin("convert", "mha-to-gqa", source, out, *MEAN, locks=locks) for _ in range(3)]
@@ -270,7 +269,7 @@ def test_two_starts_of_one_run(tmp_path, begin):
 
 @pytest.mark.slow
 def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_path, begin):
-    assert convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).code == 0
+    convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).succeeded()
     expected, out = tiny.snapshot(tmp_path / "expected"), tmp_path / "out"
     arguments, n = ("mha-to-gqa", source, out, *MEAN, "--workers", 1), 0
     while True:
@@ -280,8 +279,7 @@ def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_pat
             break
         assert not out.exists() or tiny.snapshot(out) == expected, n
         if not out.exists():
-            result = begin("convert", *arguments, locks="no flock")()
-            assert result.code == 0, result.err
+            begin("convert", *arguments, locks="no flock")().succeeded()
         assert tiny.snapshot(out) == expected, n
         shutil.rmtree(out)
         shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)

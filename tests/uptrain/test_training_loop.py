@@ -1,4 +1,4 @@
-"""A step waits for its device once, and the next batch is read before it is needed."""
+"""The training loop in memory: a step waits for its device once, when a run is saved, and where gradients lie."""
 
 import copy
 import itertools
@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.checkpoints.tensors import SaveError
-from uptrain.data import batch
 from uptrain.training import loop, spikes
-from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import RunState, train
 from uptrain.training.optimizer import can_skip_on_device, make_optimizer, step_unless
 
@@ -134,51 +132,6 @@ def test_a_save_that_fails_is_not_tried_at_each_step(tmp_path, monkeypatch):
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
     train(training, RunState())
     assert tried == [9, 17, 20]
-
-
-def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):
-    rates = []
-    training = make_training(tmp_path, STEPS, lambda record: None, "adafactor")
-    training.show = lambda record: rates.append(record["learning_rate"])
-    training.schedule = Schedule("constant", 0.5, STEPS, 0)
-    train(training, RunState())
-    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 5**-0.5])
-
-
-def test_an_item_is_prepared_while_the_last_is_used():
-    prepared = [threading.Event() for _ in range(4)]
-
-    def items():
-        for number, event in enumerate(prepared):
-            event.set()
-            yield number
-
-    for number, item in enumerate(batch.one_ahead(items())):
-        assert item == number
-        if number + 1 < len(prepared):
-            assert prepared[number + 1].wait(10)
-        assert not any(event.is_set() for event in prepared[number + 2 :])
-
-
-def test_an_error_comes_when_its_item_is_due():
-    def items():
-        yield 1
-        yield 2
-        raise ValueError("damaged")
-
-    ahead = batch.one_ahead(items())
-    assert [next(ahead), next(ahead)] == [1, 2]
-    with pytest.raises(ValueError, match="damaged"):
-        next(ahead)
-
-
-@pytest.mark.parametrize(("device", "is_cuda"), [("cuda:1", True), ("mps", False), ("cpu", False)])
-def test_only_copies_to_cuda_start_from_pinned_memory_and_do_not_block(monkeypatch, device, is_cuda):
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pin") or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, **how: calls.append((*where, how)) or tensor)
-    batch._copy(torch.zeros(2), torch.device(device))
-    assert calls == [*["pin"] * is_cuda, (torch.device(device), {"non_blocking": True} if is_cuda else {})]
 
 
 def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):

@@ -1,13 +1,16 @@
-"""A conversion starts at once: nothing heavy is imported before it is needed, and never torch."""
+"""What commands import: nothing heavy before it is needed, and what they say of a package that is missing."""
 
 import resource
 import subprocess
 import sys
 from importlib import import_module
 
+import fake_runs
 import pytest
+import real_runs
 
 from model.checkpoint import READERS
+from model.common.console import INSTALL_EXTRA
 
 COMMANDS = [["--help"], *([name, "--help"] for name in ("mha-to-gqa", "mha-to-mqa", "to-hf", "inspect", "verify"))]
 
@@ -112,3 +115,34 @@ def test_refusals_of_a_run_import_no_torch(tmp_path, words, error):
     modules = imported_by(code)
     assert any(word.startswith(error.replace(" ", "_")) for word in modules), modules
     assert not modules & {"torch", "transformers", "accelerate"}
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        *(("run", name) for name in ("torch", "accelerate")),
+        ("resume", "accelerate"), ("evaluate", "torch"), ("evaluate", "accelerate"), ("prepare", "tokenizers"),
+    ],
+)  # fmt: skip
+def test_a_package_of_the_extra_that_is_missing(tmp_path, command, package):
+    """One line says which, and how to install it."""
+    inputs, text = real_runs.make_inputs(tmp_path), tmp_path / "a.txt"
+    text.write_text("text")
+    fake_runs.write_run(tmp_path / "stopped", [], {"status": "preempted", "step": 0, "reason": "SIGINT", "pid": 1})
+    arguments = {
+        "run": real_runs.arguments(inputs, tmp_path / "run")[1:],
+        "resume": [tmp_path / "stopped"],
+        "evaluate": [inputs["model"], "--data", inputs["data"]],
+        "prepare": ["--tokenizer", inputs["model"], "--data", text, "--out", tmp_path / "out", "--seq-len", 8],
+    }
+    code = f"import sys; sys.modules[{package!r}] = None; from uptrain.cli import main; main()"
+    words = [sys.executable, "-c", code, command, *map(str, arguments[command])]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    expected = f"Error: this needs {package}, which is not installed; {INSTALL_EXTRA}.\n"
+    assert (result.returncode, result.stderr) == (2, expected)
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_bug():
+    code = "import sys; sys.modules['uptrain.budget.budget'] = None; from uptrain.cli import main; main()"
+    words = [sys.executable, "-c", code, "plan", ".", "--steps", "1"]
+    assert "Traceback" in subprocess.run(words, capture_output=True, text=True, check=False).stderr

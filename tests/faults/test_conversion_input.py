@@ -1,5 +1,6 @@
 """Every bad input gets one clear line, exit code 2, and leaves nothing behind."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import MEAN, left_behind, refuser
 from damage import rewrite
-from refusals import refuser
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -249,7 +250,7 @@ def test_linked_weights_in_out(convert, source, tmp_path):
 def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
     """`uptrain run converted --out converted/run` is easily written."""
     out = tmp_path / "converted"
-    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, out).succeeded()
     (out / "trained/run").mkdir(parents=True)
     (out / "trained/run/run.json").write_text("{}")
     convert("mha-to-mqa", "--method", "mean", source, out, "--overwrite").refused("a training run", "will not replace")
@@ -260,7 +261,7 @@ def test_overwrite_keeps_a_training_run(convert, source, tmp_path):
 def test_overwrite_keeps_tokens_and_logits(convert, source, tmp_path, name):
     """`uptrain prepare --tokenizer converted --out converted/tokens` is easily written too."""
     out = tmp_path / "converted"
-    assert convert("mha-to-mqa", "--method", "mean", source, out).code == 0
+    convert("mha-to-mqa", "--method", "mean", source, out).succeeded()
     (out / "data/tokens").mkdir(parents=True)
     for file in ("manifest.json", name):
         (out / "data/tokens" / file).write_text("{}")
@@ -289,3 +290,47 @@ def test_second_conversion_at_the_same_time(convert, source, tmp_path):
 
     with Staging(tmp_path / "out"):
         convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("is being written by process")
+
+
+@pytest.mark.parametrize("seed", [2**60 + 1, 10**30])
+def test_seeds_that_no_record_holds(convert, source, tmp_path, seed):
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "random", "--seed", seed)
+    result.refused("is not in the range")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_dropped(convert, source, tmp_path, monkeypatch):
+    (source / "extra").mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(source / "extra") and real(path, mode))
+    result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
+    result.refused(f"{source / 'extra'} cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("README.md", ()), ("model-00001-of-00004.safetensors", ("--max-shard-size", "40KB"))]
+)
+def test_a_folder_where_a_file_is_written(convert, tmp_path, monkeypatch, name, options):
+    """It is found before hours of work."""
+    source = tiny.save(tiny.build(vocab_size=300), tmp_path / "source")
+    monkeypatch.delattr("convert.conversion.write_shards")
+    (source / name).unlink(missing_ok=True)
+    (source / name).mkdir()
+    (source / name / "notes.txt").write_text("mine")
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN, *options).refused(
+        f"{source / name} is a folder, but OUT has a file of that name; rename it"
+    )
+    assert left_behind(tmp_path) == []
+
+
+def test_folders_within_folders_of_the_source(convert, source, tmp_path):
+    (source / "/".join("a" * 64)).mkdir(parents=True)
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN, "--dry-run").succeeded()
+    (source / "/".join("a" * 65)).mkdir()
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).refused("folders more than 64 levels deep")
+
+
+def test_a_model_card_of_more_than_can_be_read(convert, source, tmp_path, monkeypatch):
+    monkeypatch.delattr("convert.conversion.write_shards")
+    os.truncate(source / "README.md", 100_000_001)
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).refused("README.md has 100,000,001 bytes")
+    assert left_behind(tmp_path) == []

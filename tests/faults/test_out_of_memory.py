@@ -1,0 +1,118 @@
+"""Memory runs out, or a device fails: one line that blames no checkpoint, exit code 1, and finished work is kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import real_runs
+import tiny
+import torch
+from tiny_tokenizers import make_tokenizer
+
+from convert.layers.transformers_module import TransformersLayer
+from convert.merging.layer_file import save_layer
+from model.common import console
+from model.common.machine import available_memory
+from uptrain.training import loop
+
+
+def test_a_lack_of_memory_of_any_command_is_one_line(capsys, monkeypatch):
+    def lacking(**options):
+        raise MemoryError("Unable to allocate 8.00 MiB for an array")
+
+    with pytest.raises(SystemExit) as stop:
+        console.run(type("Command", (), {"main": staticmethod(lacking)}))
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "Error: not enough memory (Unable to allocate 8.00 MiB for an array).\n"
+
+
+def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):
+    """Transformers catches the error and continues, so a tensor is missing: that is not the checkpoint's fault."""
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3_moe", vocab_size=302), tmp_path / "model"), 300)
+    arguments = ("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+
+    def fail(*arguments, **options):
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.core_model_loading.MergeModulelist.convert", fail)
+        result = convert(*arguments)
+    assert result.code == 1
+    assert result.err.startswith("Error: not enough memory (") and "Unable to allocate 8.00 GiB" in result.err
+    assert "lacks the tensor" not in result.err
+    convert(*arguments).succeeded()
+
+
+def test_a_device_that_fails(convert, tmp_path, monkeypatch):
+    """That is not the checkpoint's fault, and the layers that are finished are kept."""
+    folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=302), tmp_path / "model"), 300)
+    arguments = ("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    real = TransformersLayer.__init__
+
+    def fail_at_the_second(self, layer, index, *others):
+        if index == 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        real(self, layer, index, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersLayer, "__init__", fail_at_the_second)
+        result = convert(*arguments)
+    kept = tmp_path / ".out.groupwise"
+    assert result.code == 1
+    assert "Error: the device failed (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED" in result.err
+    assert f"finished work is kept in {kept}, and the same command continues from there.\n" in result.err
+    assert len(list(kept.rglob("*.npz"))) == 1
+    saves = []
+    monkeypatch.setattr(
+        "convert.calibration.calibrate_layers.save_layer", lambda *given: saves.append(save_layer(*given))
+    )
+    convert(*arguments).succeeded()
+    assert len(saves) == tiny.N_LAYERS - 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to"), MemoryError("8.00 MiB")])
+def test_a_lack_of_memory_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypatch, error):
+    def lacking(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(loop, "_backward", lacking)
+    result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "run"))
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("Error: after step 0, memory ran out (")
+    assert "`uptrain resume" in result.err and "Traceback" not in result.err
+    assert "also with a smaller --micro-batch" in result.err
+    monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
+    result = uptrain("evaluate", runs.inputs["model"], "--data", runs.inputs["data"])
+    assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
+
+
+def test_a_limit_of_the_control_group(tmp_path, monkeypatch):
+    """The least of the machine and of every group with a limit; what the kernel can free counts as free."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**12))
+    own = tmp_path / "own"
+    assert available_memory(tmp_path / "none", own) == 10**12
+
+    def write(group, **files):
+        group.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (group / name.replace("__", ".")).write_text(f"{content}\n")
+
+    v2 = tmp_path / "v2"
+    write(v2 / "job", memory__max="max", memory__high="max", memory__current=5, memory__stat="inactive_file 2")
+    write(
+        v2 / "job/step", memory__max=50_000, memory__current=30_000, memory__stat="inactive_file 4000\nactive_file 900"
+    )
+    own.write_text("0::/job/step\n")
+    assert available_memory(v2, own) == 24_900
+    (v2 / "job/step/memory.stat").unlink()
+    assert available_memory(v2, own) == 20_000
+    write(v2 / "job", memory__high=21_000, memory__current=20_000)
+    assert available_memory(v2, own) == 1_002
+    own.write_text("0::/job/other\n")  # no such group: those above it count
+    assert available_memory(v2, own) == 1_002
+    v1 = tmp_path / "v1"
+    write(v1 / "memory", memory__limit_in_bytes=9000, memory__usage_in_bytes=9500, memory__stat="total_inactive_file 0")
+    for controllers in ("memory", "cpuset,memory"):
+        own.write_text(f"9:name=systemd:/\n4:{controllers}:/docker/abc\n0::/\n")
+        assert available_memory(v1, own) == 0
+    write(v1 / "memory", memory__limit_in_bytes=2**63 - 4096)
+    assert available_memory(v1, own) == 10**12

@@ -1,0 +1,47 @@
+"""Commands that tests run: options, results, refusals, and what they leave behind."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+MEAN = ("--method", "mean", "--groups", 2)
+"""Options of a conversion that needs neither torch nor a tokenizer."""
+
+
+@dataclass
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    def succeeded(self) -> Self:
+        """Check for exit code 0; return this result."""
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self, *words: str) -> None:
+        """Check for one clear line on stderr that holds all `words`, exit code 2, and nothing on stdout."""
+        assert self.code == 2, (self.code, self.err)
+        assert self.err.startswith("Error: ")
+        assert self.err.count("\n") == 1, self.err
+        assert not self.out
+        for word in words:
+            assert word in self.err, self.err
+
+
+def refuser(convert: Callable[..., Result], source: Path, tmp_path: Path) -> Callable[..., None]:
+    """Return a function that converts, and checks the refusal: one line with all `words`."""
+
+    def run(*words: str, groups: object = 2, options: Any = (), path: Path | None = None, out: Any = None) -> None:
+        arguments = (path or source, out or tmp_path / "out", "--groups", groups, *options)
+        convert("mha-to-gqa", "--method", "mean", *arguments).refused(*words)
+
+    return run
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Return the names of hidden files and folders, such as staging folders."""
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
