@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from model.common.errors import InputError, is_out_of_memory
+from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
 from uptrain.runs import device_memory
 
@@ -52,6 +53,41 @@ def test_settings_of_fsdp_that_would_not_be_obeyed(monkeypatch, name, value, pro
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv(f"FSDP_{name}", value)
     with pytest.raises(InputError, match=problem):
+        make_accelerator("fp32", ())
+
+
+@pytest.mark.parametrize(("sizes", "sharded", "given"), [
+    ({"TP": 2, "DP_SHARD": 2}, True, "TP_SIZE=2, DP_SHARD_SIZE=2"), ({"CP": 4}, True, "CP_SIZE=4"),
+    ({"SP": 2, "DP_SHARD": 2}, True, "SP_SIZE=2, DP_SHARD_SIZE=2"), ({}, True, "no sizes"),
+    ({"DP_REPLICATE": 4}, False, "DP_REPLICATE_SIZE=4, without FSDP"),
+    ({"DP_SHARD": 4}, False, "DP_SHARD_SIZE=4, without FSDP"), ({"DP_REPLICATE": 4}, True, "DP_REPLICATE_SIZE=4"),
+    ({"DP_REPLICATE": 2, "DP_SHARD": 4}, True, "DP_REPLICATE_SIZE=2, DP_SHARD_SIZE=4"),
+    ({"DP_SHARD": -4}, True, "DP_SHARD_SIZE=-4"),
+])  # fmt: skip
+def test_a_parallelism_config_that_divides_more_than_the_data(monkeypatch, sizes, sharded, given):
+    """With TP_SIZE=2, the norm of the gradient was 1.343 in place of 0.936."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded).lower())
+    for kind, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", str(size))
+    with pytest.raises(InputError, match=rf"parallelism_config \({given}\) that is not supported: .* = 4, the number"):
+        accelerators._refuse_parallelism(sharded)
+
+
+def test_a_parallelism_config_of_shards_and_replicas(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for sizes in ({"DP_REPLICATE": 2, "DP_SHARD": 2}, {"DP_REPLICATE": 1, "DP_SHARD": 4, "TP": 1, "CP": 1, "SP": 1}):
+        for kind, size in sizes.items():
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", str(size))
+        accelerators._refuse_parallelism(sharded=True)
+
+
+def test_a_parallelism_config_is_checked_before_processes_join(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(InputError, match="TP_SIZE=2, without FSDP"):
         make_accelerator("fp32", ())
 
 

@@ -88,6 +88,7 @@ def make_accelerator(
             f"the launcher sets ACCELERATE_DYNAMO_BACKEND={backend} (dynamo_backend), which is not supported; set it "
             "to no, and give `uptrain run` the option --compile in its place."
         )
+    _refuse_parallelism(sharded)
     if sharded:
         _refuse_fsdp_settings()
     accelerator = Accelerator(
@@ -119,6 +120,29 @@ def make_accelerator(
             f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
         )
     return accelerator
+
+
+def _refuse_parallelism(sharded: bool) -> None:
+    """Raise InputError for a parallelism_config of the launcher that divides more than the data.
+
+    With tensor, context or sequence parallelism, accelerate would divide the model or the window, of which the loss
+    and the loop know nothing: gradients would be wrong, without a message.
+    """
+    if not _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    kinds = ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+    sizes = {f"{kind}_SIZE": os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE") or "1" for kind in kinds}
+    n_processes, data_only = world_size(), all(sizes[f"{kind}_SIZE"] == "1" for kind in ("TP", "CP", "SP"))
+    replicates, shards = (sizes[f"DP_{kind}_SIZE"] for kind in ("REPLICATE", "SHARD"))
+    fits = replicates.isdecimal() and shards.isdecimal() and int(replicates) * int(shards) == n_processes
+    if sharded and data_only and fits and int(shards) > 1:
+        return
+    given = ", ".join(f"{name}={value}" for name, value in sizes.items() if value != "1") or "no sizes"
+    raise InputError(
+        f"the launcher sets a parallelism_config ({given}{'' if sharded else ', without FSDP'}) that is not supported: "
+        f"only shards and replicas of them are, by FSDP with DP_SHARD_SIZE above 1 and DP_REPLICATE_SIZE × "
+        f"DP_SHARD_SIZE = {n_processes}, the number of processes; leave it out to shard over all of them."
+    )
 
 
 def _refuse_fsdp_settings() -> None:
