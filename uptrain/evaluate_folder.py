@@ -18,7 +18,7 @@ from uptrain.budget.vocabularies import check_teacher
 from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import choose_device, make_accelerator
+from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.decoder_layers import block_names
@@ -69,7 +69,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResul
     if options.teacher is not None:
         check_teachers_tokenizer(options.model, options.teacher)
     _check_one_machine(options, seq_len)
-    precision = options.precision or ("fp32" if device.type in ("cpu", "mps") else "bf16")
+    precision = options.precision or default_precision(device)
     accelerator = make_accelerator(precision, blocks, device=device)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")

@@ -42,7 +42,7 @@ from uptrain.data.teacher_logits import (
     windows_per_shard,
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
-from uptrain.distributed.accelerator import choose_device
+from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
@@ -206,7 +206,7 @@ def _precision(stagings: Iterable[Staging]) -> str:
     if len(finished) > 1:
         parts = " and ".join(f"{precision} ({staging.root})" for precision, staging in sorted(finished.items()))
         raise InputError(f"shards were computed in {parts}; remove those of one precision, and compute them again.")
-    return next(iter(finished), "fp32" if choose_device("auto").type in ("cpu", "mps") else "bf16")
+    return next(iter(finished), None) or default_precision(choose_device("auto"))
 
 
 def _move(machine_shard: Staging, staging: Staging) -> None:

@@ -70,7 +70,12 @@ def has_flash_attention(x: Tensor, head_dim: int) -> bool:
     """
     if not x.is_cuda or matmul_dtype(x) not in (torch.float16, torch.bfloat16):
         return False
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return head_dim % 8 == 0 and head_dim <= 256 and gpu_has_flash_attention(x.device)
+
+
+def gpu_has_flash_attention(device: torch.device | None = None) -> bool:
+    """Return whether a CUDA device, the current one by default, is an Ampere GPU or newer."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:

@@ -1,10 +1,13 @@
 """Which devices are trained on."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from model.common.errors import InputError, is_out_of_memory
 from uptrain.distributed import accelerator as accelerators
@@ -22,6 +25,40 @@ def test_all_but_apples(monkeypatch, available, kind, expected):
     assert has_accelerator() == expected
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert not has_accelerator()
+
+
+@pytest.mark.parametrize(("kind", "native", "expected"), [
+    ("cuda", True, "bf16"), ("cuda", False, "fp32"), ("xpu", False, "bf16"), ("mps", True, "fp32"),
+    ("cpu", True, "fp32"),
+])  # fmt: skip
+def test_the_default_precision_is_one_that_the_device_has(monkeypatch, kind, native, expected):
+    """On a T4, which emulates bfloat16, torch says that it is supported."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    assert accelerators.default_precision(torch.device(kind)) == expected
+
+
+def test_devices_of_different_defaults(monkeypatch):
+    monkeypatch.setattr(accelerators, "gather", lambda accelerator, value: [value, "bf16"])
+    with pytest.raises(InputError, match=r"default precision \(bf16 and fp32\); give --precision"):
+        make_accelerator("fp32", ())
+
+
+def test_processes_meet_without_a_barrier(monkeypatch):
+    """The one of accelerate would fail where a process sees only its own device."""
+    monkeypatch.setattr(Accelerator, "wait_for_everyone", lambda self: pytest.fail("a barrier"))
+    assert make_accelerator("fp32", ()).num_processes == 1
+
+
+@pytest.mark.parametrize(("local_ranks", "kind", "refused"), [
+    ([0, 1], "MULTI_GPU", True), ([0, 0], "MULTI_GPU", False), ([0, 1], "FSDP", False), ([0, 1], "MULTI_CPU", False),
+])  # fmt: skip
+def test_replicas_on_processes_that_see_only_their_own_device(monkeypatch, local_ranks, kind, refused):
+    """As with `srun --gpus-per-task=1`: all processes refuse, also the first, whose own number is there."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerators, "gather", lambda accelerator, value: [rank < 1 for rank in local_ranks])
+    accelerator = SimpleNamespace(distributed_type=DistributedType[kind], local_process_index=0)
+    with pytest.raises(InputError, match=r"replicas \(DDP\) .* see all GPUs") if refused else nullcontext():
+        accelerators.check_replicas(accelerator)
 
 
 def test_the_loop_alone_accumulates(monkeypatch):

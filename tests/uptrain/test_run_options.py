@@ -341,6 +341,24 @@ def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, w
     assert (warning is not None and "install a newer torch" in warning) == warns
 
 
+@pytest.mark.parametrize(("capability", "warns"), [((7, 5), True), ((8, 0), False)])
+def test_a_gpu_older_than_ampere_attends_document_by_document(monkeypatch, capability, warns):
+    monkeypatch.setattr(launch, "has_accelerator", lambda: True)
+    monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    warning = launch._packing_warning({"model_type": "llama"})
+    assert (warning is not None and "the GPU (Tesla T4) is older than Ampere" in warning) == warns
+
+
+def test_a_run_says_that_the_gpu_has_no_bfloat16(uptrain, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "emulates_bfloat16", lambda device: True)
+    err = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--max-minutes", 0)).succeeded().err
+    said = "The GPU has no bf16 of its own (before Ampere), so it computes in fp32."
+    assert err.splitlines()[0].endswith(said)
+
+
 def test_held_out_windows_that_are_longer(uptrain, inputs, tmp_path, monkeypatch):
     """No more tokens at a time than in training."""
     longer = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 64, real_runs.VOCAB)

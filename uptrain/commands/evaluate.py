@@ -24,7 +24,7 @@ from uptrain.runs.settings import PRECISIONS
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Precision of the computation.  [default: bf16 on a GPU, fp32 on a CPU or a Mac]",
+    help="Precision of the computation.  [default: bf16 on a GPU that has it (Ampere or newer), else fp32]",
 )
 @click.option(
     "--micro-batch",

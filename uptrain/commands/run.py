@@ -137,8 +137,8 @@ def _check_no_nul(text: str) -> str:
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU, fp32 on a "
-    "CPU]",
+    help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU that has "
+    "it (Ampere or newer), else fp32]",
 )
 @click.option(
     "--micro-batch",

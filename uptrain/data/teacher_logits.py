@@ -46,7 +46,7 @@ class LogitsShard:
     ids_sha256: str
     crc_sha256: str
     precision: str
-    """Of the teacher's computation: `bf16` on a GPU, `fp32` on a CPU."""
+    """Of the teacher's computation: `bf16` on a GPU that has it, else `fp32`."""
 
     @property
     def files(self) -> tuple[str, str, str]:

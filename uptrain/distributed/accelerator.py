@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
@@ -19,6 +20,7 @@ from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.machine import world_size
 from model.decoder.devices import find_device
+from uptrain.distributed.collectives import gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 
 PATIENCE = timedelta(minutes=30)
@@ -55,6 +57,21 @@ def choose_device(name: str) -> torch.device:
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def default_precision(device: torch.device) -> str:
+    """Return the precision to compute with if none is given: bf16 on a GPU that has it, else fp32.
+
+    On GPUs older than Ampere (V100, T4) torch emulates bfloat16, more slowly than float32.
+    """
+    if device.type in ("cpu", "mps"):
+        return "fp32"
+    return "fp32" if emulates_bfloat16(device) else "bf16"
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Return whether a device is a GPU of NVIDIA without bfloat16 of its own."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def check_trackers(track: Sequence[str]) -> None:
@@ -106,20 +123,39 @@ def make_accelerator(
     )
     if device is not None and accelerator.device.type != device.type:
         raise InputError(f"--device {device} is not possible with ACCELERATE_USE_CPU; unset that variable.")
-    # A rank that exits now with an error would break the others while they still join.
-    accelerator.wait_for_everyone()
+    # A rank that exits now with an error would break the others while they still join. This is no barrier, because
+    # accelerate's names a device by the local rank, which a process that sees only its own does not have.
+    precisions = sorted(set(gather(accelerator, precision)))
     launched = world_size()
     if launched != accelerator.num_processes:
         raise InputError(
             f"the launcher started {launched} processes, but accelerate sees {accelerator.num_processes}; without GPUs "
             "set ACCELERATE_USE_CPU=true, and start with `accelerate launch` or torchrun."
         )
+    if len(precisions) > 1:
+        defaults = " and ".join(precisions)
+        raise InputError(f"the processes' devices differ in their default precision ({defaults}); give --precision.")
     if sharded and not is_sharded(accelerator):
         raise InputError(
             f"sharding (FSDP) was requested, but accelerate dropped it on this device and chose "
             f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
         )
     return accelerator
+
+
+def check_replicas(accelerator: Accelerator) -> None:
+    """Raise InputError for replicas (DDP) if a process sees only its own device.
+
+    accelerate passes the local rank to DDP as the number of the device.
+    """
+    if accelerator.distributed_type == DistributedType.MULTI_GPU:
+        local_rank, n_devices = accelerator.local_process_index, torch.accelerator.device_count()
+        if not all(gather(accelerator, local_rank < n_devices)):
+            raise InputError(
+                "replicas (DDP) need processes that see all GPUs of their machine, but some see fewer than there are "
+                "processes on it; start them without `srun --gpus-per-task` or CUDA_VISIBLE_DEVICES of their own, or "
+                "shard with scripts/launch/accelerate/fsdp2.yaml."
+            )
 
 
 def _refuse_parallelism(sharded: bool) -> None:

@@ -16,7 +16,7 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
 from model.common.machine import world_size
-from model.decoder.attention import torch_has_packed_attention
+from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.families import is_native
 from uptrain.budget.budget import repetition_warning
 from uptrain.budget.conversion_record import teacher_warning
@@ -170,12 +170,17 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
 
 
 def _packing_warning(config: dict[str, Any]) -> str | None:
-    """Return a warning if attention runs document by document on a GPU, since torch is too old for anything faster."""
-    if not is_native(config) or not has_accelerator() or torch_has_packed_attention():
+    """Return a warning if attention runs document by document on a GPU, since torch or the GPU is too old."""
+    if not is_native(config) or not has_accelerator():
+        return None
+    slow = "so each document of a window is computed by itself, which is slow on a GPU"
+    if torch.cuda.is_available() and not gpu_has_flash_attention():
+        return f"the GPU ({torch.cuda.get_device_name()}) is older than Ampere and has no flash attention, {slow}."
+    if torch_has_packed_attention():
         return None
     return (
-        f"torch {torch.__version__} has no attention for packed documents with grouped heads, so each document of a "
-        "window is computed by itself, which is slow on a GPU; install a newer torch."
+        f"torch {torch.__version__} has no attention for packed documents with grouped heads, {slow}; install a newer "
+        "torch."
     )
 
 

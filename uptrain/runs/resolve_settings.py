@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.hf_folder import read_config
+from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.files import check_name
 from model.common.machine import world_size
@@ -13,7 +14,7 @@ from uptrain.budget.conversion_record import default_trainable, merge_method, so
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
-from uptrain.distributed.accelerator import has_accelerator
+from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.trainable_choices import DEFAULT_RANK
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
@@ -53,7 +54,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         budget.check_schedule(options.schedule)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
-    precision = options.precision or ("bf16" if has_accelerator() else "fp32")
+    precision = options.precision or default_precision(choose_device(AUTO_DEVICE))
     eval_out = run_cache_folder(options.out, "eval_data")
     eval_cache = None if options.eval_data is None else cache_folder([options.eval_data], eval_out)
     global_batch = budget.global_batch_tokens // seq_len

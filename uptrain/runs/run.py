@@ -34,7 +34,7 @@ from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
-from uptrain.distributed.accelerator import make_accelerator
+from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.decoder_layers import block_names
@@ -64,6 +64,7 @@ def start(
     `config_folder` holds the config and tokenizer: the folder of the model, or of `--init`.
     """
     accelerator = make_accelerator(settings.precision, block_names(config_folder), settings.track, out)
+    check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
@@ -90,6 +91,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     run = replace(run, settings=replace(run.settings, **changes))
     settings = find_data(run.settings, folder)
     accelerator = make_accelerator(settings.precision, block_names(folder / MODEL), settings.track, folder)
+    check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder):
@@ -270,14 +272,19 @@ def _log_start(settings: Settings, training: Training, state: RunState, checkpoi
 
 def _describe(settings: Settings, training: Training) -> str:
     """Return a sentence on what a run trains, for how long and how."""
-    student = training.accelerator.unwrap_model(training.loss_module).student
+    accelerator = training.accelerator
+    student = accelerator.unwrap_model(training.loss_module).student
     sizes = [(p.numel(), p.requires_grad) for p in student.parameters()]  # of all shards
     trained, total = (format_count(sum(n for n, counts in sizes if counts or every)) for every in (False, True))
     evaluated = f", held-out loss every {settings.eval_every:,} steps" if settings.eval_data else ""
+    computes = ""
+    if emulates_bfloat16(accelerator.device):
+        how = "emulated bf16, which is slow" if settings.precision == "bf16" else settings.precision
+        computes = f" The GPU has no bf16 of its own (before Ampere), so it computes in {how}."
     return (
         f"Training {settings.trainable}, {trained} of {total} parameters: {settings.steps:,} steps of "
         f"{settings.global_batch * training.cache.seq_len:,} tokens, peak learning rate {settings.lr:.3g}, loss: "
-        f"{LOSSES[settings.loss]}{evaluated}."
+        f"{LOSSES[settings.loss]}{evaluated}.{computes}"
     )
 
 
