@@ -48,7 +48,8 @@ def shell(tmp_path):
         (programs / name).chmod(0o755)
 
     variables = "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $PET_SIGNALS_TO_HANDLE"
-    stand_in("accelerate", f'echo "accelerate {variables}"; printf "%s\\n" "$@"')
+    stand_in("nproc", "echo 13")
+    stand_in("accelerate", f'echo "accelerate {variables}"; echo $OMP_NUM_THREADS > $0.threads; printf "%s\\n" "$@"')
     stand_in(
         "srun",
         'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; '
@@ -80,6 +81,14 @@ def test_multi_gpu(shell, variables, layout, gpus):
     assert lines[4:] == [
         "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "given", "expected"), [
+    ("3", "", "4"), ("1", "", "13"), ("20", "", "1"), ("3", "2", "2"),
+])  # fmt: skip
+def test_processes_on_cpus_divide_the_cores(shell, tmp_path, processes, given, expected):
+    shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=processes, OMP_NUM_THREADS=given)
+    assert (tmp_path / "bin/accelerate.threads").read_text().strip() == expected
 
 
 @pytest.mark.parametrize("layout", [{}, {"LAYOUT": "ddp"}])
@@ -129,8 +138,11 @@ JOB = {
 
 @pytest.mark.parametrize(
     ("status", "ends", "code", "after"),
-    [("preempted", 1, 0, ["scontrol requeue 42"]), ("finished", 0, 0, []), ("failed", 1, 1, [])],
-)
+    [
+        ("preempted", 0, 0, ["scontrol requeue 42"]), ("preempted", 1, 0, ["scontrol requeue 42"]),
+        ("finished", 0, 0, []), ("failed", 1, 1, []), ("failed", 0, 1, []),
+    ],
+)  # fmt: skip
 def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, ends, code, after):
     run = tmp_path / "a run"
     run.mkdir()
@@ -141,9 +153,24 @@ def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, ends, cod
         "launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB, **writes, CODE=str(ends)
     )
     assert result == code
-    assert lines[:5] == ["srun true", "--cpus-per-task=32", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
+    assert lines[:5] == ["srun true", "--cpus-per-task=32", "--kill-on-bad-exit=1", "bash", "-c"]
+    assert lines[6:9] == ["torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
+
+
+@pytest.mark.parametrize(("torchrun", "code"), [
+    ("exit 1", 1), ("kill -s TERM $PPID; exit 1", 0), ("kill -s USR1 $PPID; exit 1", 0), ("exit 0", 0),
+])  # fmt: skip
+def test_a_node_fails_only_by_itself(shell, tmp_path, torchrun, code):
+    """Slurm ends the other nodes if one fails. One that stopped at a signal has not, though torchrun ends with 1."""
+    run = tmp_path / "run"
+    lines = shell("launch/slurm/uptrain.sbatch", run, "MODEL", "--alpha", "0.05", **JOB)[1]
+    (tmp_path / "bin/torchrun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{torchrun}\n')
+    (tmp_path / "bin/torchrun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    result = subprocess.run(lines[3:], env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.splitlines()) == (code, lines[7:])
 
 
 def test_slurm_does_not_requeue_a_job_that_did_nothing(shell, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from model.common.errors import InputError
+from model.common.errors import InputError, RunError
 from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed.collectives import destroy_process_group, gather, on_main
 
@@ -32,6 +32,8 @@ def wait_for_slow_work():
         assert result == "done" and time.monotonic() - started >= seconds - 1
     with pytest.raises(InputError, match="no such thing"):
         on_main(accelerator, refuse)
+    with pytest.raises(ZeroDivisionError if accelerator.is_main_process else RunError, match="by zero"):
+        on_main(accelerator, lambda: 1 // 0)
     assert gather(accelerator, accelerator.process_index) == [0, 1, 2]
     destroy_process_group()
     print("ended")

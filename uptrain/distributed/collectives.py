@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
 from model.common.machine import world_size
+from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 
 T = TypeVar("T")
@@ -84,9 +85,11 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Run `work` on the main process; return its result on all ranks.
 
     It may take longer than the timeout of collectives, such as to read a large model from a slow disk. Raises
-    InputError on all ranks if `work` does, and RunError for an OSError.
+    InputError on all ranks if `work` does, and RunError for an OSError. Any other exception is raised on the main
+    process, and RunError on the others, which would else wait for it.
     """
     outcome: list[tuple[T | None, type[Exception] | None, str]] = [(None, None, "")]
+    own_error: Exception | None = None
     if accelerator.is_main_process:
         try:
             outcome = [(work(), None, "")]
@@ -94,9 +97,14 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
             outcome = [(None, InputError, str(error))]
         except OSError as error:
             outcome = [(None, RunError, str(error))]
+        except Exception as error:
+            own_error = error
+            outcome = [(None, RunError, f"the main process failed ({type(error).__name__}: {one_line(str(error))}).")]
     if accelerator.num_processes > 1:
         _wait_for_main(accelerator)
         dist.broadcast_object_list(outcome, src=0)
+    if own_error is not None:
+        raise own_error
     result, kind, message = outcome[0]
     if kind is not None:
         raise kind(message)

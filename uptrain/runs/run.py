@@ -160,11 +160,7 @@ def train_run(
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
-    if accelerator.is_main_process:
-        _log_start(settings, training, state, checkpoint)
-        if problem := _disk_space_warning(folder, settings, training):
-            warn(problem)
-        _write_state(folder, "running", state.step)
+    on_main(accelerator, lambda: _record_start(folder, settings, training, state, checkpoint))
     if settings.track and accelerator.is_main_process:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
         log_tracker_failures(training, state.step, start_trackers(accelerator, folder, _run_id(folder), config))
@@ -251,6 +247,15 @@ def _resumed_at(folder: Path) -> str:
     except OSError:  # it must not hide the error to explain
         is_saved = True
     return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
+
+
+def _record_start(
+    folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
+) -> None:
+    _log_start(settings, training, state, checkpoint)
+    if problem := _disk_space_warning(folder, settings, training):
+        warn(problem)
+    _write_state(folder, "running", state.step)
 
 
 def _log_start(settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
