@@ -156,14 +156,6 @@ def names_in_files(model: nn.Module) -> set[str]:
     return set(revert_weight_conversion(model, dict(model.named_parameters())))  # type: ignore[arg-type]
 
 
-def layer_class_names(folder: Path) -> tuple[str, ...]:
-    """Return transformers' class names of the layers of a folder's model. Raises as `build_hf_model` does."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read_hf_config(folder))]
-    return tuple(model_class._no_split_modules or ())
-
-
 def read_hf_config(folder: Path) -> Any:
     """Return transformers' config of a folder, without dropout.
 

@@ -1,16 +1,20 @@
 """What is trained, how it begins when it is trained from scratch, and which optimizer trains it."""
 
+import itertools
 import re
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import transformers
 
 from model import load_model
+from model.common.errors import InputError
 from model.decoder import attention
-from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.decoder_layers import block_names, blocks, compile_layers, recompute_activations
 from uptrain.models.frozen_parameters import choose_trainable
 from uptrain.models.load import (
     empty_student,
@@ -20,6 +24,7 @@ from uptrain.models.load import (
     load_teacher,
     random_student,
 )
+from uptrain.runs.checks import layer_names
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
 
@@ -233,3 +238,28 @@ def test_nothing_is_dropped_in_training(tmp_path, family, rates):
     losses = [student(ids, labels_BT=ids)[0] for _ in range(2)]
     assert torch.equal(*losses)
     assert torch.equal(losses[0], student.eval()(ids, labels_BT=ids)[0])
+
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GEMMA4 = {
+    "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "changes", "expected"), [
+    ("gemma4_text", GEMMA4, ("Gemma4TextDecoderLayer",)),  # the class names vision and audio layers too
+    ("biogpt", {}, ()),  # its class names none
+])  # fmt: skip
+def test_names_of_layers_are_those_that_a_model_has(tmp_path, model_type, changes, expected):
+    config = transformers.AutoConfig.for_model(model_type, **TINY, **changes)
+    config.save_pretrained(tmp_path)
+    assert block_names(tmp_path) == expected
+    for needed in itertools.product((False, True), repeat=3):
+        fails = any(needed) and not expected
+        message = f"layers of model_type '{model_type}', so .* cannot be used; leave (it|them) out"
+        with pytest.raises(InputError, match=message) if fails else nullcontext():
+            assert layer_names(tmp_path, *needed) == expected

@@ -16,7 +16,7 @@ from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.budget.conversion_record import default_trainable
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs import launch
+from uptrain.runs import checks, launch
 from uptrain.runs import run as runs
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
@@ -339,6 +339,18 @@ def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, w
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
     warning = launch._packing_warning({"model_type": "llama" if native else "phi"})
     assert (warning is not None and "install a newer torch" in warning) == warns
+
+
+@pytest.mark.parametrize("option", ["--activation-checkpointing", "--compile"])
+def test_options_for_layers_that_transformers_does_not_name(uptrain, inputs, tmp_path, monkeypatch, option):
+    """They would silently do nothing."""
+    monkeypatch.setattr(checks, "block_names", lambda folder: ())
+    out = tmp_path / "run"
+    uptrain(*real_runs.arguments(inputs, out, option)).refused(f"so {option} cannot be used; leave it out.")
+    assert not out.exists()
+    uptrain(*real_runs.arguments(inputs, out, "--max-minutes", 0)).succeeded()
+    if option == "--activation-checkpointing":
+        uptrain("resume", out, option).refused(f"so {option} cannot be used")
 
 
 @pytest.mark.parametrize(("capability", "warns"), [((7, 5), True), ((8, 0), False)])

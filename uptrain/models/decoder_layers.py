@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from model.checkpoint.hf_folder import read_config
 from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.llama import LlamaForCausalLM
-from model.decoder.transformers_classes import layer_class_names
 from model.families import is_native
 from uptrain.models.language_model import LanguageModel
+from uptrain.models.load import build_meta_from_config
 
 
 def blocks(student: LanguageModel) -> list[nn.Module]:
@@ -24,9 +24,15 @@ def blocks(student: LanguageModel) -> list[nn.Module]:
 
 
 def block_names(folder: Path) -> tuple[str, ...]:
-    """Return the class names of a folder's decoder layers, the units of FSDP."""
+    """Return the class names of a folder's decoder layers, the units of FSDP. Needs no weights.
+
+    They are empty if transformers does not name them. Names that its class shares with others, such as those of vision
+    layers, are left out if the model has none: FSDP would fail.
+    """
     _, config = read_config(folder)
-    return ("Block",) if is_native(config) else layer_class_names(folder)
+    if is_native(config):
+        return ("Block",)
+    return tuple(sorted({type(layer).__name__ for layer in blocks(build_meta_from_config(folder))}))
 
 
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.hf_folder import read_config
 from model.common.console import is_first_process, warn
 from model.common.errors import InputError, prefix_path
 from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
@@ -16,6 +17,7 @@ from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
+from uptrain.models.decoder_layers import block_names
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_names
 from uptrain.runs.fingerprints import model_sha256
@@ -44,6 +46,23 @@ def check_models(
         choose_part(models[0], trainable, rank, model)
     if len(models) == 2:
         check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
+
+
+def layer_names(folder: Path, compiled: bool, recomputed: bool, sharded: bool) -> tuple[str, ...]:
+    """Return the class names of a model's decoder layers (`block_names`).
+
+    Raises InputError if there are none and the run needs them: to compile layers, recompute their activations or shard
+    them.
+    """
+    names = block_names(folder)
+    options = {"--compile": compiled, "--activation-checkpointing": recomputed, "FSDP": sharded}
+    if not names and (needing := [option for option, given in options.items() if given]):
+        raise InputError(
+            f"{folder}: transformers does not say which modules are the decoder layers of model_type "
+            f"{read_config(folder)[1].get('model_type')!r}, so {' and '.join(needing)} cannot be used; leave "
+            f"{'it' if len(needing) == 1 else 'them'} out{' (scripts/launch/accelerate/ddp.yaml)' if sharded else ''}."
+        )
+    return names
 
 
 def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:

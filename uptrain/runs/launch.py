@@ -24,7 +24,7 @@ from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
+from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator, wants_sharding
 from uptrain.distributed.collectives import destroy_process_group, main_process_first
 from uptrain.runs.checks import (
     check_batch,
@@ -33,6 +33,7 @@ from uptrain.runs.checks import (
     check_new,
     check_teachers_tokenizer,
     check_tokenizer,
+    layer_names,
     warn_of_own_logits,
 )
 from uptrain.runs.extend import extend, extended_steps
@@ -81,6 +82,7 @@ def launch_new(options: RunOptions) -> None:
 
 def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_lens: list[int]) -> None:
     """Raise InputError if models, batch, launcher or trackers do not fit. Warn of logits that teach nothing."""
+    layer_names(folder, settings.compile, settings.activation_checkpointing, wants_sharding())
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
         check_teachers_tokenizer(folder, options.teacher)

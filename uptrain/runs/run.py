@@ -34,13 +34,12 @@ from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
-from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
+from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator, wants_sharding
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
-from uptrain.models.decoder_layers import block_names
 from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
-from uptrain.runs.checks import check_batch
+from uptrain.runs.checks import check_batch, layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, read_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
@@ -63,7 +62,7 @@ def start(
 
     `config_folder` holds the config and tokenizer: the folder of the model, or of `--init`.
     """
-    accelerator = make_accelerator(settings.precision, block_names(config_folder), settings.track, out)
+    accelerator = make_accelerator(settings.precision, _layer_names(settings, config_folder), settings.track, out)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     # Each process chose the default by its own device. All must take as many windows at a time.
@@ -90,7 +89,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     run = Run.read(folder)
     run = replace(run, settings=replace(run.settings, **changes))
     settings = find_data(run.settings, folder)
-    accelerator = make_accelerator(settings.precision, block_names(folder / MODEL), settings.track, folder)
+    accelerator = make_accelerator(settings.precision, _layer_names(settings, folder / MODEL), settings.track, folder)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
@@ -121,6 +120,10 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = state.step, True
         return train_run(folder, settings, training, state, checkpoint)
+
+
+def _layer_names(settings: Settings, folder: Path) -> tuple[str, ...]:
+    return layer_names(folder, settings.compile, settings.activation_checkpointing, wants_sharding())
 
 
 def _is_finished(folder: Path) -> bool:
