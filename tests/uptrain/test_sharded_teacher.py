@@ -32,6 +32,8 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
     layers = blocks(teacher)
     assert len(layers) == tiny.N_LAYERS
     place_teacher(accelerator, teacher, layers)
+    shares = hasattr(fsdp, "share_comm_ctx")  # newer than torch 2.6
+    streams = [vars(layer._get_fsdp_state()._comm_ctx).get("all_gather_stream") for layer in layers if shares]
     for _ in range(2):
         with torch.no_grad():
             assert torch.equal(teacher.hidden(ids, documents), expected)
@@ -40,5 +42,8 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
         if hasattr(layers[0], "reset_iter_state"):  # torch 2.13 and later
             assert not any(layer._get_fsdp_state()._comm_ctx.post_forward_order for layer in layers)
     assert not isinstance(teacher.head_weight, DTensor)
-    if hasattr(fsdp, "share_comm_ctx"):  # newer than torch 2.6
-        assert len({id(layer._get_fsdp_state()._comm_ctx) for layer in layers}) == 1
+    if shares:
+        contexts = [layer._get_fsdp_state()._comm_ctx for layer in layers]
+        assert len({id(context) for context in contexts}) == 1
+        # Each stream would have memory of its own.
+        assert streams == [contexts[0].all_gather_stream] * len(layers) and None not in streams

@@ -84,6 +84,9 @@ def place_teacher(
     if hasattr(fsdp, "share_comm_ctx"):  # newer than torch 2.6
         # Else each layer would gather on streams of its own, and the allocator keeps memory for each stream.
         fsdp.share_comm_ctx(sharded)
+        # The first forward pass of each layer would replace the streams of all by new ones.
+        for layer in own:
+            layer._get_fsdp_state()._lazy_init()  # type: ignore[operator]
     for layer in layers:
         _gather_while_running(layer, owners_of(layer))
     for tensor in (*teacher.parameters(), *teacher.buffers()):
