@@ -57,7 +57,11 @@ def start(
 
 
 def start_ranks(
-    function: Callable[..., object], *arguments: object, outputs: Sequence[Path], sharded: bool = False
+    function: Callable[..., object],
+    *arguments: object,
+    outputs: Sequence[Path],
+    sharded: bool = False,
+    settings: Mapping[str, str] | None = None,
 ) -> list[BaseProcess]:
     """Call a function in several processes at once, as torchrun starts them on CPUs: one for each output."""
     port, n, started = str(free_port()), len(outputs), []
@@ -68,6 +72,7 @@ def start_ranks(
             environment |= {name: str(value) for name, value in world.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+        environment |= settings or {}
         started.append(start(function, *arguments, output=output, environment=environment))
     return started
 

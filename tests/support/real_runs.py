@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,18 +77,31 @@ def command(script: list[str], n_processes: int, sharded: bool = False) -> list[
     return [sys.executable, "-m", "torch.distributed.run", *options, *script]
 
 
-def drive(jobs: list[dict[str, Any]], n_processes: int = 1, sharded: bool = False, on_cpu: bool = False) -> None:
-    """Run commands one after the other in the same processes; see `drive_training.py`. On CPUs these are forks."""
+def drive(
+    jobs: list[dict[str, Any]],
+    n_processes: int = 1,
+    sharded: bool = False,
+    on_cpu: bool = False,
+    settings: Mapping[str, str] | None = None,
+) -> None:
+    """Run commands one after the other in the same processes; see `drive_training.py`. On CPUs these are forks.
+
+    `settings`: more variables of a launcher.
+    """
     if on_cpu or not has_accelerator():
         with TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"output-{rank}" for rank in range(n_processes)]
-            started = forks.start_ranks(drive_training.drive, jobs, outputs=outputs, sharded=sharded)
+            started = forks.start_ranks(drive_training.drive, jobs, outputs=outputs, sharded=sharded, settings=settings)
             results = forks.finish(started, outputs, seconds=900)
         assert [r.code for r in results] == [0] * n_processes, results
         return
     script = [str(HERE / "drive_training.py"), json.dumps(jobs)]
     result = subprocess.run(
-        command(script, n_processes, sharded), env=environment(sharded), capture_output=True, text=True, check=False
+        command(script, n_processes, sharded),
+        env={**environment(sharded), **(settings or {})},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

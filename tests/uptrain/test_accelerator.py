@@ -121,6 +121,18 @@ def test_a_parallelism_config_of_shards_and_replicas(monkeypatch):
         accelerators._refuse_parallelism(sharded=True)
 
 
+def test_a_model_is_divided_among_the_devices_of_a_replica(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    counts = [accelerators.n_shards()]
+    settings = {"USE_FSDP": "true", "USE_PARALLELISM_CONFIG": "true"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+        monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+        counts.append(accelerators.n_shards())
+    assert counts == [1, 16, 8]
+
+
 def test_a_parallelism_config_is_checked_before_processes_join(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")

@@ -244,6 +244,21 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
     assert not (tmp_path / "run").exists()
 
 
+def test_the_estimate_is_of_the_shards_of_one_replica(seven, monkeypatch):
+    model, teacher = seven
+    needed = models().memory(MemoryOptions("kv", 1))
+    assert needed.of(4) < needed.of(2)
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: needed.of(4))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), 4, model, teacher) == 1
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for kind in ("REPLICATE", "SHARD"):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_DP_{kind}_SIZE", "2")
+    with pytest.raises(InputError, match="--trainable kv needs"):
+        device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), 4, model, teacher)
+
+
 def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
     """The first process prints the errors of all, but another GPU may have less memory."""
     model, teacher = seven

@@ -146,3 +146,20 @@ def test_models_of_transformers_in_shards(tmp_path, tied):
         drive([{"arguments": arguments(inputs, run, *more, loss="distill", steps=4)}], *LAYOUTS[layout])
         losses.append([loss for _, loss in steps(run, "loss")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_train_as_one_process_does(inputs, tmp_path):
+    """Two replicas of two shards, as over two nodes. Parameters that the teacher shares are sharded too."""
+    sizes = {"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}
+    settings = {f"PARALLELISM_CONFIG_{name}": size for name, size in sizes.items()}
+    settings["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    more = ("--trainable", "kv", "--eval-data", inputs["held_out"], "--micro-batch", 1)
+    whole, replicas = tmp_path / "whole", tmp_path / "replicas"
+    drive([{"arguments": arguments(inputs, whole, *more, loss="distill", steps=4)}], on_cpu=True)
+    stopped = {"arguments": arguments(inputs, replicas, *more, loss="distill", steps=4), "stop_in": 2}
+    drive([stopped, {"arguments": ["resume", str(replicas)]}], 4, sharded=True, on_cpu=True, settings=settings)
+    assert len(steps(whole, "loss")) == 4
+    for key in ("loss", "grad_norm"):
+        expected, found = ([value for _, value in steps(run, key)] for run in (whole, replicas))
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from model import load_model
@@ -21,6 +22,15 @@ def accelerator():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(distributed_type=DistributedType.FSDP, device=torch.device("cpu"))
     dist.destroy_process_group()
+
+
+def test_a_replica_has_a_whole_teacher_in_shards(tmp_path, accelerator):
+    """Else each layer would be gathered from all nodes."""
+    accelerator.torch_device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+    teacher = load_model(tiny.save(tiny.build(), tmp_path / "model")).requires_grad_(False)
+    place_teacher(accelerator, teacher, blocks(teacher))
+    meshes = {parameter.device_mesh.mesh_dim_names for layer in blocks(teacher) for parameter in layer.parameters()}
+    assert meshes == {("dp_shard_cp",)}
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])  # our own code, and transformers' with buffers

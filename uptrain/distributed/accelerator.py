@@ -42,6 +42,16 @@ def wants_sharding() -> bool:
     return _is_set("ACCELERATE_USE_FSDP")
 
 
+def n_shards() -> int:
+    """Return among how many devices the launcher asks to divide a model: all, or those of a replica; 1 without FSDP."""
+    if not wants_sharding():
+        return 1
+    if not _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return world_size()
+    _refuse_parallelism(sharded=True)
+    return int(os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"])
+
+
 def choose_device(name: str) -> torch.device:
     """Return this process's device for `--device`, and make it the current one of its kind.
 

@@ -77,8 +77,11 @@ def place_teacher(
     from torch.distributed.tensor import DTensor
 
     own = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    # With replicas of shards (accelerate's names), gradients are not to be reduced here, so a mesh of shards will do.
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    where = {} if mesh is None else {"mesh": mesh["dp_shard_cp"]}
     # explicit: each layer is a root, which is not resharded by default
-    sharded = [fsdp.fully_shard(layer, reshard_after_forward=True) for layer in own]
+    sharded = [fsdp.fully_shard(layer, reshard_after_forward=True, **where) for layer in own]
     for layer in own:
         _forget_forward_passes(layer)
     if hasattr(fsdp, "share_comm_ctx"):  # newer than torch 2.6

@@ -9,8 +9,8 @@ import torch
 
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory, local_rank, local_world_size, world_size
-from uptrain.distributed.accelerator import has_accelerator, wants_sharding
+from model.common.machine import available_memory, local_rank, local_world_size
+from uptrain.distributed.accelerator import has_accelerator, n_shards
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.plan import run_command
@@ -36,7 +36,7 @@ def fitting_micro_batch(
     `chosen`: the run's options, with any micro-batch. Raises InputError, or RankError for another GPU than the first,
     if one window does not fit. The error names the first command that does.
     """
-    devices = world_size() if wants_sharding() else 1
+    devices = n_shards()
     usable = usable_memory()
     again = [chosen.activation_checkpointing]
     if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, again):
