@@ -273,7 +273,8 @@ def _describe(settings: Settings, training: Training) -> str:
     student = training.accelerator.unwrap_model(training.loss_module).student
     sizes = [(p.numel(), p.requires_grad) for p in student.parameters()]  # of all shards
     trained, total = (format_count(sum(n for n, counts in sizes if counts or every)) for every in (False, True))
-    evaluated = f", held-out loss every {settings.eval_every:,} steps" if settings.eval_data else ""
+    every_steps = f"every {settings.eval_every:,} steps" if settings.eval_every > 1 else "after every step"
+    evaluated = f", held-out loss {every_steps}" if settings.eval_data else ""
     return (
         f"Training {settings.trainable}, {trained} of {total} parameters: {settings.steps:,} steps of "
         f"{settings.global_batch * training.cache.seq_len:,} tokens, peak learning rate {settings.lr:.3g}, loss: "
