@@ -132,8 +132,8 @@ def _read_windows(
             break
     if length < 1 or len(ids) < n_windows * length:
         raise CheckpointError(
-            f"the calibration text {name} has only {len(ids):,} tokens, not {n_windows} windows of {window}; "
-            "give a longer one with --calibration, or fewer --calibration-tokens."
+            f"the calibration text {name} has only {len(ids):,} tokens, and {n_windows} windows of {window} need "
+            f"{n_windows * max(length, 1):,}; give a longer text with --calibration, or fewer --calibration-tokens."
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
     return np.concatenate([np.tile(np.asarray(bos_ids, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)

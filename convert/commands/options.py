@@ -51,7 +51,7 @@ def output_options(command: Command) -> Command:
         command,
         click.option("--max-shard-size", type=SizeType(least=10**4), metavar="SIZE",
                      help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE; 5GB for GGUF, Meta's "
-                     "format and training checkpoints]"),
+                     "format and torch.distributed.checkpoint]"),
         click.option("--workers", type=WholeNumber(1), default=WORKERS, show_default=True, metavar="N",
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
@@ -65,10 +65,10 @@ def merge_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--method", type=click.Choice((*HEAD_METHODS, *LAYER_METHODS)),
-                     help="How heads are merged. mean (the paper's method), first, random: their mean, the first "
-                     "one, or random numbers. aligned: the mean after rotating the heads to be similar. pca: shared "
-                     "principal components. fit: heads fitted to what attention computes on a text. The last three "
-                     "also change queries and output projections, to match.  [default: fit with --refit and "
+                     help="How heads are merged. fit: heads fitted to what attention computes on a text. aligned: the "
+                     "mean after rotating the heads to be similar. pca: shared principal components. These three "
+                     "also change queries and output projections, to match. mean: the paper's method. first, random: "
+                     "the paper's baselines, one head and random numbers.  [default: fit with --refit and "
                      "--refine]"),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "

@@ -26,6 +26,7 @@ from model.geometry import Geometry
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
+NOT_TRAINABLE = "Measure its quality (uptrain does not train models with experts; train it with other software):"
 
 
 def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
@@ -101,14 +102,16 @@ def _print_result(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."
         )
-    if _costs_quality(plan) and _is_trainable(plan.geometry):
+    if _costs_quality(plan) and _is_measurable(plan.geometry):
         is_folder = (checkpoint.path / "config.json").is_file()
         teacher = source if is_folder else "PARENT"
-        console.echo("Measure its quality, and train it:")
+        trainable = not plan.geometry.attention.family.has_experts
+        console.echo("Measure its quality, and train it:" if trainable else NOT_TRAINABLE)
         if not is_folder:
             console.echo(f"  convert to-hf {source} PARENT")
         console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
-        console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+        if trainable:
+            console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
 
 
 def _costs_quality(plan: Plan) -> bool:
@@ -117,8 +120,8 @@ def _costs_quality(plan: Plan) -> bool:
     return bool(plan.computed) and plan.recipe.method != REPEAT
 
 
-def _is_trainable(geometry: Geometry) -> bool:
-    """Return whether `uptrain` takes such a model: no images, no encoder, and no ALiBi."""
+def _is_measurable(geometry: Geometry) -> bool:
+    """Return whether `uptrain evaluate` takes such a model: no images, no encoder, and no ALiBi."""
     return geometry.text_config is None and len(geometry.attention.family.attention) == 1 and not geometry.alibi
 
 

@@ -171,14 +171,15 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     )
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=PathType())
-@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
 @click.option(
     "--max-new-tokens",
     type=WholeNumber(1, 1 << 20),
     default=64,
     show_default=True,
+    metavar="N",
     help="Tokens to generate at most.",
 )
 @click.option(
@@ -186,6 +187,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     type=FiniteFloat(min=0),
     default=0.0,
     show_default=True,
+    metavar="T",
     help="Temperature of the sampling. 0 takes the likeliest token.",
 )
 @click.option(
@@ -193,6 +195,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     type=FiniteFloat(0, 1, min_open=True),
     default=1.0,
     show_default=True,
+    metavar="P",
     help="Draw from the likeliest tokens that together have this probability.",
 )
 @click.option(

@@ -107,8 +107,8 @@ def document(record: Any, text_column: str) -> Document:
     if TOKEN_IDS in record:
         return token_ids(record[TOKEN_IDS])
     return Problem(
-        f"no field {text_column!r} among {some(list(record))}; rename the field of the text to it (`uptrain prepare` "
-        "takes --text-column)"
+        f"no field {text_column!r} among {some(list(record))}; name the field of the text with `uptrain prepare "
+        f"--text-column`, or rename it to {text_column!r}"
     )
 
 

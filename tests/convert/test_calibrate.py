@@ -142,7 +142,7 @@ def test_dataset_without_texts(convert, parent, tmp_path):
         (("--method", "pca", "--calibration-tokens", "4 kilo"), "'4 kilo' is not a count; give a whole number"),
         (("--method", "pca", "--refine", "-1"), "'-1' is not a count; give a whole number such as 4096, or 4K"),
         (("--method", "pca", "--refine", "17M"), "'17M' is more than 16,777,216"),
-        (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "1M"), "give a longer one"),
+        (("--method", "pca", "--calibration", "TEXT", "--calibration-tokens", "1M"), "give a longer text"),
     ],
 )
 def test_refused(convert, parent, tmp_path, prose, options, words):

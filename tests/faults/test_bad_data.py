@@ -29,7 +29,8 @@ BAD = {
     "no object": (b"[1, 2]\n", "a list instead of an object"),
     "no column": (
         b'{"body": "a"}\n',
-        "no field 'text' among 'body'; rename the field of the text to it (`uptrain prepare` takes --text-column)",
+        "no field 'text' among 'body'; name the field of the text with `uptrain prepare --text-column`, or rename it "
+        "to 'text'",
     ),
     "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
     "id too high": (

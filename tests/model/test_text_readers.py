@@ -134,11 +134,11 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": {}}\n', "field 'text' is an object, not a string"),
         (
             b"{}\n",
-            "no field 'text' among no fields; rename the field of the text to it",
+            "no field 'text' among no fields; name the field of the text with `uptrain prepare --text-column`",
         ),
         (
             b'{"id": 1, "content": "a"}\n',
-            "no field 'text' among 'id', 'content'; rename the field of the text to it",
+            "no field 'text' among 'id', 'content'; name the field of the text with `uptrain prepare --text-column`",
         ),
         (b'{"text": "a"\n', "not valid JSON (Expecting ',' delimiter at column 13)"),
         (b'{"text": "a", "b"', "not valid JSON: the last line is cut off (Expecting ':' delimiter at column 18)"),
@@ -183,7 +183,7 @@ def test_jsonl_line_of_very_many_objects(monkeypatch):
 def test_jsonl_fields_of_very_long_names():
     problem = parse(json.dumps({"a" * 5_000_000: 1, "b": 2}).encode(), "text")
     assert len(problem.reason) < 200
-    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; rename the field")
+    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; name the field")
 
 
 def test_jsonl_line_that_is_a_document():

@@ -214,7 +214,7 @@ def test_bad_requests(options, message):
 @pytest.mark.parametrize(("batch", "choice"), [(4_000_000, "3999744 or 4001792"), (100, "2048")])
 def test_a_batch_is_whole_sequences(batch, choice):
     assert refusal(BudgetOptions(steps=5, lr=1e-4, global_batch_tokens=batch), {}) == (
-        f"a global batch of {batch} tokens is not a whole number of sequences of 2048; "
+        f"a global batch of {batch} tokens is not a whole number of windows of 2048 tokens; "
         f"choose --global-batch-tokens {choice}."
     )
 

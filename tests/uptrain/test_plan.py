@@ -133,7 +133,7 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     once = plan(uptrain, source, "--steps", 2, *size)
     assert once["data"] == {"cache": str(cache), "tokens": 100_000, "sequences": 25, "epochs": 0.8}
     assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [])
-    assert once["first_loss"] == f"measure it with: uptrain evaluate {source} --data {cache}"
+    assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data {cache}"
     often = plan(uptrain, source, "--steps", 5, *size)
     assert often["warnings"] == ["the data are read 2.00 times; prepare more tokens to see each only once."]
     assert uptrain("plan", source, "--steps", 5, *size).err == f"Warning: {often['warnings'][0]}\n"
@@ -195,6 +195,9 @@ def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
     assert plan(uptrain, phi3, "--steps", 5, *SIZE)["memory"]["kv"] is None
     lines = uptrain("plan", phi3, "--steps", 5, *SIZE).out.splitlines()
     assert next(line for line in lines if line.startswith("gradients")).split()[-3] == "–"
+    uptrain("plan", phi3, "--steps", 5, *SIZE, "--trainable", "kv").refused(
+        "in one tensor", "use --trainable attention"
+    )
 
 
 def test_text(uptrain, source):
@@ -208,7 +211,7 @@ def test_text(uptrain, source):
 def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": "fit"}))
     given = ("plan", source, "--steps", 20, *SIZE, "--teacher", source)
-    out = uptrain(*given, "--memory", "1GB").out
+    out = uptrain(*given).out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     text = " ".join(out.replace("\\\n", " ").split())
     memory = plan(uptrain, *given[1:])["memory"]["attention"]
@@ -222,6 +225,20 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
     size_of_each = size(memory["sharded_bytes_per_process"]["2"])
     assert f"training attention takes {size_of_each} on each of 2 devices" in many
     assert f"Next: GPUS=2 scripts/uptrain_multi_gpu.sh run {source} --steps 20" in many
+
+
+def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
+    given = ("plan", source, "--steps", 20, *SIZE, "--trainable", "kv")
+    chosen = " ".join(uptrain(*given).out.replace("\\\n", " ").split())
+    assert "in short training kv takes" in chosen and "--trainable (* chosen)" in chosen
+    assert chosen.endswith("--trainable kv --data CACHE --out RUN")
+    needed = plan(uptrain, *given[1:])["memory"]["kv"]
+    room = (needed["replicated_bytes_per_process"] + needed["least"]["replicated_bytes_per_process"]) // 2
+    fitting = " ".join(uptrain(*given, "--memory", room).out.replace("\\\n", " ").split())
+    command = plan(uptrain, *given[1:], "--memory", room)["memory"]["fitting"]["1"]["command"]
+    assert "--trainable kv" in command and "--micro-batch 8 " not in command  # 8 is the default here
+    assert fitting.endswith(f"Next: {command} --steps 20 --global-batch-tokens 64000 --lr 0.001 --data CACHE --out RUN")
+    assert uptrain(*given, "--memory", 10**4).out.rstrip().endswith("nothing fits 1 device of 10 kB")
 
 
 def test_nothing_is_written(uptrain, source):
@@ -256,7 +273,7 @@ def test_bad_input(uptrain, source, arguments, words):
 def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
     uptrain("plan", tmp_path / "none", "--steps", 5, *SIZE).refused("no such file or folder")
     uptrain("plan", source, "--steps", 5, *SIZE, "--data", cache).refused(
-        "--seq-len 1000, but the cache has sequences of 4000; leave the option out"
+        "--seq-len 1000, but the cache has windows of 4000 tokens; leave the option out"
     )
     (source / "groupwise.json").write_text("{")
     uptrain("plan", source, "--steps", 5, *SIZE).refused("groupwise.json is damaged")
@@ -278,8 +295,9 @@ def test_a_tensor_without_dimensions(uptrain, tmp_path):
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("mean", "far above the parent's"),
-        ("fit", "above the parent's; in docs/study.md, the default merge adds 2 to 15 %"),
+        ("mean", "far above the parent's, since heads were averaged"),
+        ("pca", "above the parent's; in docs/study.md, below that of the mean for small Llamas"),
+        ("fit", "above the parent's; in docs/study.md, the default merge adds 1 to 15 %"),
         ("latent", "above the parent's; docs/latent.md"),
     ],
 )

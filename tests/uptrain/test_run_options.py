@@ -85,7 +85,7 @@ def test_a_model_whose_heads_were_not_merged_trains_everything(settings, inputs,
     plan = json.loads(uptrain(
         "plan", copied, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32, "--json"
     ).out)  # fmt: skip
-    assert plan["first_loss"].startswith("With a token cache, measure it")
+    assert plan["first_loss"].startswith("Measure it with: uptrain evaluate")
 
 
 def test_the_earlier_name_of_an_option(uptrain, settings):
@@ -177,7 +177,9 @@ def test_options_are_refused_before_texts_are_tokenised(uptrain, tmp_path):
     texts.write_text("One long text. " * 400)
     fixed = ("run", model, "--data", texts, "--seq-len", 32, "--out", tmp_path / "run")
     uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 256).refused("give --lr")
-    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 250, "--lr", 1e-3).refused("whole number of sequences of 32")
+    uptrain(*fixed, "--steps", 2, "--global-batch-tokens", 250, "--lr", 1e-3).refused(
+        "whole number of windows of 32 tokens"
+    )
     options = ("--steps", 2, "--global-batch-tokens", 256, "--lr", 1e-3)
     uptrain(*fixed, *options, "--loss", "distill").refused("name it with --teacher")
     uptrain(*fixed, *options, "--eval-data", tmp_path / "nowhere").refused("nowhere")

@@ -192,6 +192,6 @@ def _check_batch(batch: int, seq_len: int) -> None:
         below = batch // seq_len * seq_len
         choices = f"{below} or {below + seq_len}" if below else str(seq_len)
         raise InputError(
-            f"a global batch of {batch} tokens is not a whole number of sequences of {seq_len}; "
+            f"a global batch of {batch} tokens is not a whole number of windows of {seq_len} tokens; "
             f"choose --global-batch-tokens {choices}."
         )

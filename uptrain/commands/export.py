@@ -27,7 +27,7 @@ FOLDER = PathType()
     type=click.Choice(("bfloat16", "float32")),
     default="bfloat16",
     show_default=True,
-    help="Dtype of the weights.",
+    help="Dtype of all weights, trained or not.",
 )
 @json_option("Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:

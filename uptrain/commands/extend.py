@@ -17,15 +17,15 @@ from uptrain.runs.folder import Run
     "--alpha",
     type=FiniteFloat(),
     metavar="SHARE",
-    help="New length of the training, as a share of the original pre-training.",
+    help="New total, with what RUN has trained, as a share of the original pre-training.",
 )
-@count_option("--tokens", "New length of the training in tokens.")
-@count_option("--steps", "New length of the training in optimizer steps.")
+@count_option("--tokens", "New total in tokens.")
+@count_option("--steps", "New total in optimizer steps.")
 @max_minutes_option("Save and stop after M minutes; `uptrain resume` continues.")
 def command(
     run: Path, out: Path, alpha: float | None, tokens: int | None, steps: int | None, max_minutes: float | None
 ) -> None:
-    """Train RUN for longer, in a new folder.
+    """Train RUN for longer, in a new folder. Give one of --alpha, --tokens and --steps.
 
     Training continues from the checkpoint before the decay of the learning rate. The result is that of a run planned
     this long from the start. The warm-up keeps its length.

@@ -10,6 +10,7 @@ import click
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import Command, CountType, FiniteFloat, PathType, add_options
 from model.common.errors import InputError
+from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
@@ -51,6 +52,15 @@ class TokenizerFolder(PathType):
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         return super().convert(_find_in_cache(Path(value)) or value, parameter, context)
+
+
+trainable_option = click.option(
+    "--trainable",
+    type=click.Choice(TRAINABLE),
+    help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
+    "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
+    "attention if Groupwise merged MODEL's heads or converted them to MLA, else all]",
+)
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:

@@ -1,5 +1,6 @@
 """Run `uptrain plan`: show budget, learning rates, memory and time of a run."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,7 +16,14 @@ from model.common.command_options import PathType, SizeType, WholeNumber, json_o
 from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
 from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions
-from uptrain.commands.options import ModelFolder, budget_options, optimizer_option, schedule_options, seq_len_option
+from uptrain.commands.options import (
+    ModelFolder,
+    budget_options,
+    optimizer_option,
+    schedule_options,
+    seq_len_option,
+    trainable_option,
+)
 from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
@@ -51,6 +59,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
     show_default=True,
     help="Devices to train on.",
 )
+@trainable_option
 @optimizer_option
 @click.option(
     "--memory",
@@ -74,9 +83,10 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
         return
     rows = [("in short", _summary(plan)), *_budget(plan), *_learning(plan), *_estimates(plan)]
     print_key_values(f"Uptraining {plan['model']}", rows)
+    chosen = "default" if options["trainable"] is None else "chosen"
     columns = [f"{part}*" if part == plan["trainable"] else part for part in TRAINABLE]
-    print_columns("\nMemory of a device for --trainable (* default)", columns, _memory(plan["memory"]))
-    print_columns("\nTime for --trainable (* default)", columns, _time(plan["time"], plan["processes"]))
+    print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory(plan["memory"]))
+    print_columns(f"\nTime for --trainable (* {chosen})", columns, _time(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
         print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
     for warning in plan["warnings"]:
@@ -103,7 +113,7 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
 
 
 def _summary(plan: dict[str, Any]) -> str:
-    """Return the memory and time of training the default part on the devices that were asked for."""
+    """Return the memory and time of training the part, on the devices that were asked for."""
     part, n = plan["trainable"], plan["processes"]
     memory, hours = plan["memory"][part], plan["time"][part]["hours"]["H100"]
     each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
@@ -112,15 +122,25 @@ def _summary(plan: dict[str, Any]) -> str:
 
 
 def _next_command(plan: dict[str, Any]) -> str:
-    """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns."""
+    """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns.
+
+    With --memory, it is the first that fits.
+    """
     from uptrain.estimates.plan import program_on
 
-    context = click.get_current_context()
-    parts = [f"{program_on(plan['processes'])} run {shlex.quote(plan['model'])}"]
+    context, n = click.get_current_context(), plan["processes"]
+    known = {"model", "processes", "memory"}
+    if plan["memory"]["fitting"]:
+        fit = plan["memory"]["fitting"][str(n)]
+        if fit is None:
+            return f"  nothing fits {n} device{'' if n == 1 else 's'} of {size(context.params['memory'])}"
+        parts = re.split(" (?=--)", fit["command"])
+        known |= {"teacher", "trainable", "optimizer", "seq_len"}
+    else:
+        parts = [f"{program_on(n)} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:
         name = str(parameter.name)
-        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-        if given and name not in ("model", "processes", "memory"):
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name not in known:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
     lines = [""]
     for part in (*parts, *([] if plan["data"] else ["--data CACHE"]), "--out RUN"):

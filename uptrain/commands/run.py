@@ -17,9 +17,10 @@ from uptrain.commands.options import (
     optimizer_option,
     schedule_options,
     seq_len_option,
+    trainable_option,
 )
 from uptrain.distributed.signals import stop_request
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_RANK
 from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
 from uptrain.training.losses import LOSSES
 
@@ -114,15 +115,10 @@ def _check_no_nul(text: str) -> str:
 @click.option(
     "--loss",
     type=click.Choice(tuple(LOSSES)),
-    help="What to minimise.  [default: distill with a teacher, else next-token]",
+    help="What to minimise. next-token: the cross-entropy. distill: the divergence from the teacher. mix: the mean "
+    "of both.  [default: distill with a teacher, else next-token]",
 )
-@click.option(
-    "--trainable",
-    type=click.Choice(TRAINABLE),
-    help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
-    "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
-    "attention if Groupwise merged MODEL's heads or converted them to MLA, else all]",
-)
+@trainable_option
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
 )
@@ -132,6 +128,7 @@ def _check_no_nul(text: str) -> str:
     type=FiniteFloat(min=0),
     default=0.0,
     show_default=True,
+    metavar="W",
     help="Weight decay of matrices. 0.1 is usual when training from random weights.",
 )
 @click.option(
@@ -152,6 +149,7 @@ def _check_no_nul(text: str) -> str:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
+    metavar="N",
     help="Seed of the order of the data, and of the weights of --init.",
 )
 @click.option(
@@ -167,6 +165,7 @@ def _check_no_nul(text: str) -> str:
     type=click.IntRange(min=1),
     default=DEFAULT_KEEP_LAST,
     show_default=True,
+    metavar="N",
     help="Checkpoints to keep. The one before the decay, from which `extend` continues, is also kept.",
 )
 @click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to evaluate on.")

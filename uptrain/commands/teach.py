@@ -33,9 +33,9 @@ PATH = PathType()
 )
 @json_option()
 def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
-    """Write the top log-probabilities of the teacher MODEL for each token of a token cache.
+    """Write a teacher's predictions for a token cache.
 
-    The logits are what MODEL predicts for each token of a token cache. `uptrain run --teacher-logits` distils from
+    LOGITS are the top log-probabilities that MODEL gives for each token. `uptrain run --teacher-logits` distils from
     them without the teacher in memory, in many runs. If the command is killed, LOGITS is not written; run the same
     command again to continue.
     """

@@ -31,19 +31,22 @@ from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
-from uptrain.models.trainable_parts import parts_of
+from uptrain.models.trainable_parts import part_pattern, parts_of
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
+BY_WEIGHTS = "above the parent's; in docs/study.md, below that of the mean for small Llamas, and not for SmolLM2"
 FIRST_LOSS = {
-    "fit": "above the parent's; in docs/study.md, the default merge adds 2 to 15 % of the loss that the mean adds",
+    "mean": "far above the parent's, since heads were averaged that do not point in the same directions",
+    "first": "far above the parent's, since most heads were left out",
+    "random": "far above the parent's, since the K/V heads are random",
+    "aligned": BY_WEIGHTS,
+    "pca": BY_WEIGHTS,
+    "fit": "above the parent's; in docs/study.md, the default merge adds 1 to 15 % of the loss that the mean adds",
     "latent": "above the parent's; docs/latent.md has figures of other models",
 }
-"""Expected first loss after the conversions that are fitted to the parent's attention."""
-FIRST_LOSS_OF_OTHERS = (
-    "far above the parent's: a model with rotary embeddings is not usable after its heads are averaged"
-)
+"""What to expect of the first loss, by the method of the conversion."""
 
 
 def make_plan(
@@ -55,19 +58,22 @@ def make_plan(
     schedule: str,
     warmup_steps: int | None,
     teacher: Path | None,
+    trainable: str | None = None,
     optimizer: str = "adamw",
     processes: int = 1,
     memory: int | None = None,
 ) -> dict[str, Any]:
     """Return the plan, ready for JSON. Defaults follow from the model, the cache and the original.
 
+    Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, uneven steps.
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
     _check_vocabularies(model, teacher)
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
-        method, trainable = merge_method(model), default_trainable(model, checkpoint.config)
+        method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
+        part_pattern(trainable, checkpoint.config)
         budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
     budget.check_schedule(schedule)
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
@@ -114,7 +120,7 @@ def make_plan(
             "least_micro_batch_tokens": length,
             "optimizer": optimizer,
             "formula": MEMORY_FORMULA,
-            "fitting": memory and _fitting(estimator, memory, n_windows, divisors, str(model), teacher),
+            "fitting": memory and _fitting(estimator, trainable, memory, n_windows, divisors, str(model), teacher),
         },
         "time": {
             **{part: _time(estimator, part, budget.tokens, processes) for part in TRAINABLE},
@@ -122,7 +128,7 @@ def make_plan(
             "formula": TIME_FORMULA,
         },
         "processes": processes,
-        "first_loss": _first_loss(model, data),
+        "first_loss": _first_loss(model, teacher, data),
         "warnings": list(filter(None, warnings)),
     }
 
@@ -158,7 +164,7 @@ def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[s
         return requested or default_seq_len(config)
     if requested not in (None, manifest.seq_len):
         raise InputError(
-            f"--seq-len {requested}, but the cache has sequences of {manifest.seq_len}; leave the option out."
+            f"--seq-len {requested}, but the cache has windows of {manifest.seq_len} tokens; leave the option out."
         )
     return manifest.seq_len
 
@@ -198,9 +204,18 @@ def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
 
 
 def _fitting(
-    estimator: MemoryEstimator, memory: int, n_windows: int, numbers: list[int], model: str, teacher: Path | None
+    estimator: MemoryEstimator,
+    trainable: str,
+    memory: int,
+    n_windows: int,
+    numbers: list[int],
+    model: str,
+    teacher: Path | None,
 ) -> dict[str, dict[str, Any] | None]:
-    """Return, by the number of devices, the first command that fits into their memory; None where none does."""
+    """Return, by the number of devices, the first command that fits into their memory; None where none does.
+
+    The part `trainable` is tried first, then smaller ones.
+    """
 
     def describe(chosen: MemoryOptions, n: int) -> dict[str, Any]:
         return {
@@ -211,7 +226,7 @@ def _fitting(
             "command": run_command(chosen, model, teacher, estimator, n),
         }
 
-    parts = TRAINABLE[TRAINABLE.index(default_trainable(Path(model), estimator.config)) :]
+    parts = TRAINABLE[TRAINABLE.index(trainable) :]
     fitting = {n: first_that_fits(estimator, parts, memory, n_windows // n, n) for n in numbers}
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
@@ -251,11 +266,14 @@ def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len:
     return {"cache": str(data), "tokens": manifest.n_tokens, "sequences": n_windows, "epochs": epochs}
 
 
-def _first_loss(model: Path, data: Path | None) -> str:
-    cache = "CACHE" if data is None else shlex.quote(str(data))
-    measure = f"measure it with: uptrain evaluate {shlex.quote(str(model))} --data {cache}"
-    if data is not None:
-        return measure
+def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
+    """Return what to expect of a conversion that was not trained since, and the command that measures it."""
+    words = [
+        "uptrain evaluate",
+        shlex.quote(str(model)),
+        *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
+    ]
+    measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
     method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
-    expected = f"{FIRST_LOSS.get(method, FIRST_LOSS_OF_OTHERS)}. " if method else ""
-    return f"{expected}With a token cache, {measure}"
+    expected = f"{FIRST_LOSS[method]}. " if method in FIRST_LOSS else ""
+    return f"{expected}Measure it with: {measure}"

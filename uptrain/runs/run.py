@@ -284,7 +284,8 @@ def _describe(settings: Settings, training: Training) -> str:
     student = accelerator.unwrap_model(training.loss_module).student
     sizes = [(p.numel(), p.requires_grad) for p in student.parameters()]  # of all shards
     trained, total = (format_count(sum(n for n, counts in sizes if counts or every)) for every in (False, True))
-    evaluated = f", held-out loss every {settings.eval_every:,} steps" if settings.eval_data else ""
+    every_steps = f"every {settings.eval_every:,} steps" if settings.eval_every > 1 else "after every step"
+    evaluated = f", held-out loss {every_steps}" if settings.eval_data else ""
     computes = ""
     if emulates_bfloat16(accelerator.device):
         how = "emulated bf16, which is slow" if settings.precision == "bf16" else settings.precision
