@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import click
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
-from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
+from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_DTYPES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import (
@@ -104,6 +104,9 @@ def latent_options(command: Command) -> Command:
                      help="How to undo the norm that the class applies to the latent. eps: by small numbers and the "
                      "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for "
                      "float16 too, but only where the engine reads biases."),
+        click.option("--dtype", type=click.Choice(LATENT_DTYPES),
+                     help="Dtype of the weights. bfloat16: for a float16 SOURCE, whose dtype cannot hold the small "
+                     "numbers of --latent-norm eps.  [default: the source's]"),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),
                      help="Frequencies of the rotated key. stock: powers of a base, as in DeepSeek's own models. "
                      "longrope: those that the heads use most, each as often as needed. It loses much less, but "

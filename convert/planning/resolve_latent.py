@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
-from convert.latent import DEFAULT_LATENT, Frequencies, LatentMethod, LatentNormKind
+from convert.latent import DEFAULT_LATENT, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
 from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
@@ -24,6 +24,7 @@ class LatentOptions(CalibrationOptions):
     latent: int | None
     rope: int
     latent_norm: LatentNormKind
+    dtype: LatentDtype | None
     frequencies: Frequencies | None
     method: LatentMethod
     refine: int | None
@@ -48,6 +49,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         norm=sizes.norm,
         frequencies=frequencies,
         latent_method=options.method,
+        dtype=options.dtype,
     )
     if options.method != "fit":
         _check_baseline(options, sizes, frequencies)

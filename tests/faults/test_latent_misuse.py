@@ -73,6 +73,7 @@ def test_options_that_do_not_fit(refused, options, words):
         (("--rope", 1), ("--rope", "1 is not in the range")),
         (("--latent-norm", "learned"), ("'learned' is not one of", "eps", "bias")),
         (("--frequencies", "yarn"), ("'yarn' is not one of",)),
+        (("--dtype", "float16"), ("--dtype", "'float16' is not", "bfloat16")),
         (("--groups", 2), ("No such option",)),
         (("--refit",), ("No such option",)),
         (("--method", "mean"), ("'mean' is not one of",)),
@@ -157,7 +158,9 @@ def test_scaled_rotations_have_no_stock_frequencies(refused, tmp_path):
 
 
 def test_float16_cannot_hold_small_numbers(refused, tmp_path):
-    refused("float16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16"))
+    refused(
+        "float16", "--dtype bfloat16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16")
+    )
 
 
 def test_options_without_use(refused, tmp_path):
@@ -230,6 +233,7 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
         ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 RoPE pairs")),
         ({"norm": "none"}, ("latent.norm",)),
+        ({"dtype": "float16"}, ("latent.dtype has an unknown value",)),
         ({"refine_tokens": 100}, ("refine need a calibration",)),
         ({"rope": 9}, ("--rope 9 is odd",)),
         ({"latent_size": 1 << 40}, ("--latent",)),

@@ -10,6 +10,7 @@ import torch
 from damage import edit_tensors
 from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
@@ -63,6 +64,10 @@ def test_unfolded_latent_attention_is_found_again(convert, tmp_path, norm):
     assert divergence(logits(source), logits(tmp_path / "less")) > 1e-5
 
 
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def _check_equal(source, out):
     before, after = logits(source), logits(out)
     assert float(before.std()) > 0.3
@@ -89,6 +94,32 @@ def test_float16_with_a_bias(convert, tmp_path):
     exact = logits(source)
     own = divergence(exact, logits(source, torch.float16))
     assert divergence(exact, logits(tmp_path / "out", torch.float16)) <= 4 * own + 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+def test_float16_rounded_to_bfloat16(convert, tmp_path, epsilon, tied):
+    """Every tensor is rounded once, as torch rounds it, and the record and the config say so."""
+    changes = {"num_key_value_heads": 1, "rms_norm_eps": epsilon, "tie_word_embeddings": tied}
+    source, out = make_source(tmp_path / "source", dtype="float16", **changes), tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 8, "--rope", 8, "--dtype", "bfloat16").succeeded()
+    before, after = (tensors_of(folder) for folder in (source, out))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert config(out)["dtype"] == "bfloat16"
+    assert json.loads((out / "groupwise.json").read_text())["latent"]["dtype"] == "bfloat16"
+    scaled = () if epsilon == 1e-6 else ("embed_tokens", "down_proj")
+    kept = {"lm_head.weight": before["model.embed_tokens.weight"]} | {
+        name: tensor for name, tensor in before.items() if "self_attn" not in name and not name.endswith(".inv_freq")
+    }
+    for name, tensor in kept.items():
+        factor = (0.1**0.5 if name.split(".")[-2] in scaled else 1.0) if name != "lm_head.weight" else 1.0
+        assert torch.equal(after[name], (tensor.double() * factor).bfloat16()), name
+    own = divergence(logits(source), logits(source, torch.bfloat16))
+    assert 0 < divergence(logits(source), logits(out, torch.bfloat16)) <= 4 * own
+    convert("verify", source, out).succeeded()
+    edit_tensors(out, lambda name, t: t + 0.01 if name == "model.layers.1.mlp.up_proj.weight" else t)
+    result = convert("verify", source, out)
+    assert (result.code, "up_proj.weight differs" in result.err) == (3, True), result.err
 
 
 @pytest.fixture
