@@ -61,7 +61,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
 
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm)
+    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
         raise CheckpointError(

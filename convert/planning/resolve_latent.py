@@ -4,10 +4,10 @@ import shlex
 from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
-from convert.latent import DEFAULT_LATENT, Frequencies, LatentDtype, LatentMethod, LatentNormKind
+from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
+from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -22,7 +22,7 @@ class LatentOptions(CalibrationOptions):
     """
 
     latent: int | None
-    rope: int
+    rope: int | None
     latent_norm: LatentNormKind
     dtype: LatentDtype | None
     frequencies: Frequencies | None
@@ -38,9 +38,10 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 
     source = read_source(checkpoint)
+    latent, rope_dims = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
-        _check_default(checkpoint, source.geometry, options)
-    sizes = choose_sizes(source.geometry, options.latent or DEFAULT_LATENT, options.rope, options.latent_norm)
+        _check_default(checkpoint, source.geometry, latent, options)
+    sizes = choose_sizes(source.geometry, latent, rope_dims, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
@@ -64,10 +65,14 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
-def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOptions) -> None:
-    """Raise CheckpointError if the default size of the latent is too large for a model. Name sizes that fit."""
+def _check_default(checkpoint: Checkpoint, geometry: Geometry, default: int, options: LatentOptions) -> None:
+    """Raise CheckpointError if the default size of the latent does not fit a model. Name sizes that fit."""
+    if default < 1:
+        raise CheckpointError(
+            f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} numbers to cache by default; give --latent."
+        )
     most = largest_latent(geometry, options.latent_norm)
-    if most >= DEFAULT_LATENT:
+    if most >= default:
         return
     fitting = suggested_sizes(geometry)
     advice = (
@@ -77,7 +82,7 @@ def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOp
         else f"--latent, at most {most}"
     )
     raise CheckpointError(
-        f"the default of --latent, {DEFAULT_LATENT}, is too large for this model, which can use at most {most} "
+        f"the default of --latent, {default}, is too large for this model, which can use at most {most} "
         f"({geometry.n_kv_heads} K/V heads of {geometry.head_dim}, hidden size {geometry.hidden_size}); give {advice}."
     )
 

@@ -305,3 +305,40 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     assert summary["latent"] == record["latent"]
     assert summary["latent"]["positions"] is not None
     assert any("rope_type longrope" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "given", "sizes"),
+    [
+        (64, (), (512, 64)),
+        (80, (), (496, 80)),
+        (128, (), (448, 128)),
+        (256, (), (320, 256)),
+        (32, (), (512, 64)),
+        (320, (), (512, 64)),
+        (128, ("--rope", 64), (512, 64)),
+        (128, ("--latent", 256), (256, 128)),
+    ],
+)
+def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
+    convert, tmp_path, head_dim, given, sizes
+):
+    wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": 8, "num_key_value_heads": 8}
+    wide |= {"vocab_size": 300, "num_hidden_layers": 1}
+    source = make_tokenizer(latent.make_source(tmp_path / "source", **wide), 300)
+    options = (*given, "--calibration", "none", "--dry-run", "--json")
+    planned = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["latent"]
+    assert (planned["latent"], planned["rope"]) == sizes
+    listed = json.loads(convert("inspect", source, "--json").out)["latent"]
+    if not given and sum(sizes) < 2 * 8 * head_dim:
+        assert sizes in [(row["latent"], row["rope"]) for row in listed]
+
+
+@pytest.mark.parametrize(("frequencies", "nope"), [("longrope", 8), ("stock", 40)])
+def test_queries_are_padded_only_for_engines_that_could_mistake_them(convert, tmp_path, frequencies, nope):
+    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent."""
+    source, out = latent.make_source(tmp_path / "source"), tmp_path / "out"
+    options = ("--latent", 12, "--rope", 8, "--frequencies", frequencies, "--calibration", "none")
+    convert("mha-to-mla", source, out, *options).succeeded()
+    assert latent.config(out)["qk_nope_head_dim"] == nope
+    convert("verify", source, out).succeeded()
