@@ -14,6 +14,7 @@ from latent import divergence
 from latent_reference import attend
 from safetensors.torch import load_file
 from self_kill import run_self_killing
+from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -292,6 +293,29 @@ def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named
     convert("verify", source, out).succeeded()
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
     text = "it's 12345 o'clock:\n\n  don't STOP camelCase 100%"
+    assert ours(text).input_ids == theirs(text).input_ids
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_the_output_of_a_sentencepiece_vocabulary_alone_tokenises_as_the_source(convert, tmp_path, model_type, named):
+    """For a Mistral, transformers ignores the class, which puts a space before a text."""
+    changes = {"sliding_window": None} if model_type == "mistral" else {}
+    source = tiny.save(tiny.build(model_type, vocab_size=320, **changes), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    with (source / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["the quick brown fox jumps over the lazy dog 0123456789"] * 20), model_writer=file,
+            vocab_size=300, model_type="bpe", byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": named, "add_bos_token": True, **special}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    out = tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 32, "--rope", 32, "--calibration", "none").succeeded()
+    convert("verify", source, out).succeeded()
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
+    text = "the dog:\n\n  don't jump 12"
     assert ours(text).input_ids == theirs(text).input_ids
 
 
