@@ -68,7 +68,8 @@ class LatentRecipe(Recipe):
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
-    return sizes.rope_dims == keys and sizes.usable >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+    rank = min(keys, sizes.hidden_size)  # of the values
+    return sizes.rope_dims == keys and sizes.usable >= rank and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
 def default_positions(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:

@@ -53,7 +53,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         dtype=options.dtype,
     )
     if options.method != "fit":
-        _check_baseline(options, sizes, frequencies)
+        _check_baseline(options, sizes, frequencies, source.rope)
         recipe = replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
     elif options.calibration == NONE or is_exact(sizes, frequencies):
         _refuse_unused(options, sizes, frequencies)
@@ -87,11 +87,21 @@ def _check_default(checkpoint: Checkpoint, geometry: Geometry, default: int, opt
     )
 
 
-def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
-    """Raise CheckpointError if a method for comparison does not have these options."""
+def _check_baseline(
+    options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies, source_rope: SourceRope
+) -> None:  # fmt: skip
+    """Raise CheckpointError if a method for comparison does not have these options.
+
+    Every c-th frequency of the source is a power of a base, unless they are scaled. Then `longrope` lists them.
+    """
     if options.calibration == NONE:
         raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
-    if frequencies != "stock" or sizes.head_dim % sizes.rope_dims:
+    if not source_rope.is_plain and sizes.head_dim % sizes.rope_dims:
+        raise CheckpointError(
+            f"--method {options.method} is for comparison, and has a rotated key whose size divides the heads' "
+            f"{sizes.head_dim}; give --rope {sizes.head_dim}, or a divisor."
+        )
+    if source_rope.is_plain and (frequencies != "stock" or sizes.head_dim % sizes.rope_dims):
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
             f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."

@@ -159,6 +159,15 @@ def test_scaled_rotations_have_no_stock_frequencies(refused, tmp_path):
     refused("--frequencies stock", "longrope", path=source, options=(*SIZE, *BY_WEIGHTS, "--frequencies", "stock"))
 
 
+@pytest.mark.parametrize("rope", [16, 6])
+def test_methods_for_comparison_name_the_sizes_that_a_scaled_rotation_allows(refused, tmp_path, rope):
+    source = make_tokenizer(
+        latent.make_source(tmp_path / "llama3", vocab_size=300, rope_parameters=ROPES["llama3"]), 300
+    )
+    options = ("--latent", 12, "--rope", rope, "--method", "svd")
+    refused("--method svd", "divides the heads' 8; give --rope 8, or a divisor", path=source, options=options)
+
+
 def test_float16_cannot_hold_small_numbers(refused, tmp_path):
     refused(
         "float16", "--dtype bfloat16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16")

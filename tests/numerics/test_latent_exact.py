@@ -11,6 +11,7 @@ from damage import edit_tensors
 from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
 from safetensors.torch import load_file
+from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
@@ -39,6 +40,9 @@ OWN_SIZE = {
         for kind, rope in llama_pairs.ROPES.items()
         if kind in ("theta", "linear", "yarn", "yarn-tuned", "llama3")
     },
+    "heads wider than the model": (
+        {"head_dim": 16}, ("--latent", 64, "--rope", 128, "--frequencies", "longrope")
+    ),
     "GQA-2, llama3": ({"num_key_value_heads": 2, "rope_parameters": llama_pairs.ROPES["llama3"]}, GQA[:4]),
 }  # fmt: skip
 
@@ -50,6 +54,20 @@ def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
     convert("mha-to-mla", source, tmp_path / "out", *options).succeeded()
     _check_equal(source, tmp_path / "out")
     convert("verify", source, tmp_path / "out").succeeded()
+
+
+@pytest.mark.parametrize("method", ["transmla", "care", "svd"])
+@pytest.mark.parametrize("options", [(), ("--frequencies", "longrope")])
+def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, method, options):
+    """With one K/V head, they too compute what the source does."""
+    changes = {"num_key_value_heads": 1, "rope_parameters": llama_pairs.ROPES["llama3"], "vocab_size": 300}
+    source, out = make_tokenizer(make_source(tmp_path / "source", **changes), 300), tmp_path / "out"
+    size = ("--latent", 8, "--rope", 8, "--calibration-tokens", 1024)
+    convert("mha-to-mla", source, out, *size, "--method", method, *options).succeeded()
+    assert config(out)["rope_parameters"]["rope_type"] == "longrope"
+    _check_equal(source, out)
+    convert("verify", source, out).succeeded()
+    convert("mha-to-mla", source, tmp_path / "half", *size, "--rope", 4, "--method", method, *options).succeeded()
 
 
 @pytest.mark.parametrize("norm", ["eps", "bias"])
