@@ -56,6 +56,20 @@ def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
     convert("verify", source, tmp_path / "out").succeeded()
 
 
+def test_round_off_is_not_made_into_weights(convert, tmp_path):
+    """Where nothing is lost, no key is left for the latent, and the spare numbers of the latent have no use."""
+    source, out = make_source(tmp_path / "source", num_key_value_heads=2), tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 20, "--rope", 16, "--frequencies", "longrope").succeeded()
+    for name, tensor in tensors_of(out).items():
+        if "kv_b_proj" in name:
+            keys_HNL, values_HDL = tensor.view(8, 2, 8, 20).unbind(1)
+            assert not keys_HNL.any()
+            assert int(values_HDL.flatten(0, 1).any(dim=0).sum()) == 16
+        if "q_proj" in name:  # as large as the source's, so that training can use the latent for keys
+            parts_HQX = tensor.view(8, 24, 64)
+            assert parts_HQX[:, :8].std() > 0.1 * parts_HQX[:, 8:].std()
+
+
 @pytest.mark.parametrize("method", ["transmla", "care", "svd"])
 @pytest.mark.parametrize("options", [(), ("--frequencies", "longrope")])
 def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, method, options):
