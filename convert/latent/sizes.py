@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentNormKind
+from model.checkpoint.latent_norm import n_constants
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
@@ -52,7 +53,7 @@ class LatentSizes:
     @property
     def usable(self) -> int:
         """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
-        return self.latent - (1 if self.norm == "bias" else 0)
+        return self.latent - n_constants(self.norm)
 
     @property
     def cached(self) -> int:
@@ -83,7 +84,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
 def largest_latent(geometry: Geometry, norm: LatentNormKind) -> int:
     """Return the largest size of the latent that a model can use."""
     most = min(2 * geometry.n_kv_heads * geometry.head_dim, geometry.hidden_size)
-    return most + (1 if norm == "bias" else 0)
+    return most + n_constants(norm)
 
 
 def default_sizes(geometry: Geometry, latent: int | None, rope_dims: int | None) -> tuple[int, int]:
@@ -110,8 +111,7 @@ def choose_sizes(
             f"--rope {rope_dims} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
             f"{geometry.head_dim}); give at most {keys}."
         )
-    least = 2 if norm == "bias" else 1
-    if latent < least:
+    if latent <= n_constants(norm):
         raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
     most = largest_latent(geometry, norm)
     if latent > most:
