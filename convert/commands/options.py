@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import click
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
-from convert.latent import DEFAULT_LATENT, DEFAULT_ROPE, FREQUENCIES, LATENT_METHODS, LATENT_NORMS
+from convert.latent import DEFAULT_CACHED, FREQUENCIES, LATENT_DTYPES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import (
@@ -97,13 +97,18 @@ def latent_options(command: Command) -> Command:
         command,
         click.option("--latent", type=WholeNumber(1), metavar="N",
                      help="Size of the latent, from which the values and unrotated keys of all heads are computed.  "
-                     f"[default: {DEFAULT_LATENT}]"),
-        click.option("--rope", type=WholeNumber(2), default=DEFAULT_ROPE, show_default=True, metavar="N",
-                     help="Size of the rotated key that all heads share."),
+                     f"[default: {DEFAULT_CACHED} less --rope]"),
+        click.option("--rope", type=WholeNumber(2), metavar="N",
+                     help="Size of the rotated key that all heads share. vLLM has fast kernels for --latent 512 "
+                     "--rope 64; with heads of 128, the default of 448 + 128 loses less at the same KV cache.  "
+                     "[default: the size of a head, if it is 64 to 256; else 64]"),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
                      help="How to undo the norm that the class applies to the latent. eps: by small numbers and the "
                      "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for "
                      "float16 too, but only where the engine reads biases."),
+        click.option("--dtype", type=click.Choice(LATENT_DTYPES),
+                     help="Dtype of the weights. bfloat16: for a float16 SOURCE, whose dtype cannot hold the small "
+                     "numbers of --latent-norm eps.  [default: the source's]"),
         click.option("--frequencies", type=click.Choice(FREQUENCIES),
                      help="Frequencies of the rotated key. stock: powers of a base, as in DeepSeek's own models. "
                      "longrope: those that the heads use most, each as often as needed. It loses much less, but "

@@ -9,6 +9,10 @@ Frequencies = Literal["stock", "longrope"]
 FREQUENCIES: tuple[Frequencies, ...] = ("stock", "longrope")
 LatentMethod = Literal["fit", "transmla", "care", "svd"]
 LATENT_METHODS: tuple[LatentMethod, ...] = ("fit", "transmla", "care", "svd")
+LatentDtype = Literal["bfloat16"]
+LATENT_DTYPES: tuple[LatentDtype, ...] = ("bfloat16",)
+"""The dtypes that weights can be rounded to. bfloat16 holds the small numbers of `eps`, which float16 does not."""
 LATENT_SOURCES = ("llama", "mistral")
 """The model types that can be converted."""
-DEFAULT_LATENT, DEFAULT_ROPE = 512, 64
+DEFAULT_CACHED = 576
+"""Numbers of the latent and the rotated key, for each token and layer, where the size of the latent is not given."""

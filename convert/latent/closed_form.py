@@ -27,6 +27,8 @@ Matrix = NDArray[Any]
 
 _NEGLIGIBLE = 1e-12
 """Eigenvalues below this share of the largest count as zero."""
+_ROUND_OFF = 1e-9
+"""What is below this share of the numbers that it is computed from counts as zero. Balancing would scale it up."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_
     scales_C = np.where(lengths_C > _NEGLIGIBLE * lengths_C.max(initial=0.0), lengths_C / (usual or 1.0), 1.0)
     channels = list(fold.channels)[: len(shared_CX)]
     key_CX[channels] = shared_CX / scales_C[:, None]
-    rest_KPX[:, pairs] = (keys_FX - decoded_FC @ shared_CX).reshape(n_kv_heads, len(pairs), -1)
+    rest_FX = keys_FX - decoded_FC @ shared_CX
+    rest_FX[np.linalg.norm(rest_FX, axis=1) <= _ROUND_OFF * np.linalg.norm(keys_FX, axis=1)] = 0.0
+    rest_KPX[:, pairs] = rest_FX.reshape(n_kv_heads, len(pairs), -1)
     decoded_KPC = decoded_FC.reshape(n_kv_heads, len(pairs), -1)
     for head, q_PX in enumerate(heads.q_HPX[:, pairs]):
         decode_PC = decoded_KPC[head * n_kv_heads // len(heads.q_HPX)] * scales_C
@@ -204,7 +208,11 @@ def _latent(
     if latent_LX.shape[0] < size:
         latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
         decoded_XL = np.pad(decoded_XL, ((0, 0), (0, size - decoded_XL.shape[1])))
-    return latent_LX, rest_KDX @ decoded_XL, before.v_KDX @ decoded_XL
+    up_KUL = np.concatenate([rest_KDX, before.v_KDX], axis=1) @ decoded_XL
+    lengths_L = np.linalg.norm(up_KUL, axis=(0, 1))  # the latent's numbers have unit variance
+    up_KUL[:, :, lengths_L <= _ROUND_OFF * lengths_L.max()] = 0.0
+    k_KDL, v_KDL = np.split(up_KUL, 2, axis=1)
+    return latent_LX, k_KDL, v_KDL
 
 
 def _largest(power: Matrix) -> tuple[Real, Matrix]:

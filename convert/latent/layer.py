@@ -11,6 +11,7 @@ from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import ConvertedLayer, read_finite, rounded
 from convert.merging.weights import LayerAttention, Real, split_heads
+from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from convert.latent.recipe import LatentRecipe
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
 
 
-WIDER = "save the source in bfloat16 or float32 first"
+WIDER = "give --dtype bfloat16"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class LatentLayer:
         before = 2 * (sizes.n_heads + sizes.n_kv_heads) * sizes.head_dim * sizes.hidden_size
         return 8 * (before + sum(prod(shape) for shape in self.names.shapes(sizes).values()))
 
+    def dtype(self, checkpoint: "Checkpoint") -> str:
+        """Return the dtype of the layer's tensors: the recipe's, or that of the source's queries."""
+        return self.recipe.tensor_dtype or checkpoint.tensors[self.source[0]].dtype
+
     def compute(self, checkpoint: "Checkpoint") -> ConvertedLayer:
         """Convert the layer by its weights alone."""
         norm_X = read_finite(checkpoint, self.attention_norm)
@@ -109,8 +114,8 @@ class LatentLayer:
         return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
     def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> ConvertedLayer:
-        """Return the layer's tensors in the dtype of the source's queries. Raises CheckpointError if one overflows."""
-        dtype = checkpoint.rows(self.source[0], 0, 1).dtype
+        """Return the layer's tensors in the output's dtype. Raises CheckpointError if one overflows."""
+        dtype = FLOAT_DTYPES[self.dtype(checkpoint)]
         exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
         return ConvertedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 

@@ -12,6 +12,8 @@ from convert.merging.weights import Real
 
 ROUNDS = 4
 """Times that latent and heads are scaled in turn, since either changes what the other needs."""
+_ROUND_OFF = 1e-9
+"""Weights below this share of the largest of their kind are left as they are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ def _rms(weights: Real, axes: int | tuple[int, ...]) -> Real:
 
 
 def _factor(made: Real, read: Real) -> Real:
-    """Return the powers of two that bring `made` times them nearest to `read` divided by them; 1 where one is 0."""
-    both = (made > 0) & (read > 0)
+    """Return the powers of two that bring `made` times them nearest to `read` divided by them.
+
+    1 where one is 0, or a round-off beside the largest.
+    """
+    both = (made > _ROUND_OFF * made.max()) & (read > _ROUND_OFF * read.max())
     ratio = np.where(both, read, 1.0) / np.where(both, made, 1.0)
     return np.asarray(np.exp2(np.round(np.log2(ratio) / 2)))

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.latent import FREQUENCIES, LATENT_METHODS, LATENT_NORMS, Frequencies, LatentMethod, LatentNormKind
+from convert.latent import (
+    FREQUENCIES,
+    LATENT_DTYPES,
+    LATENT_METHODS,
+    LATENT_NORMS,
+    Frequencies,
+    LatentDtype,
+    LatentMethod,
+    LatentNormKind,
+)
 from convert.latent.frequencies import SourceRope, evenly, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.merging.recipe import Recipe
@@ -28,10 +37,17 @@ class LatentRecipe(Recipe):
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
     """The channels of the rotated key (`convert.latent.frequencies`); None until the calibration has chosen them."""
+    dtype: LatentDtype | None = None
+    """The dtype of all weights; None for the source's own."""
 
     @property
     def by_layer(self) -> bool:
         return True
+
+    @property
+    def tensor_dtype(self) -> str | None:
+        """`dtype` in the words of `TensorInfo`."""
+        return None if self.dtype is None else "BF16"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -41,6 +57,7 @@ class LatentRecipe(Recipe):
                 "latent": self.latent, "rope": self.rope_dims, "norm": self.norm, "frequencies": self.frequencies,
                 "method": self.latent_method,
                 "positions": None if self.positions is None else list(self.positions),
+                **({} if self.dtype is None else {"dtype": self.dtype}),
             },
         }  # fmt: skip
 
@@ -51,7 +68,8 @@ class LatentRecipe(Recipe):
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
-    return sizes.rope_dims == keys and sizes.usable >= keys and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+    rank = min(keys, sizes.hidden_size)  # of the values
+    return sizes.rope_dims == keys and sizes.usable >= rank and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
 def default_positions(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
@@ -82,9 +100,12 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
         for key, known in (("norm", LATENT_NORMS), ("frequencies", FREQUENCIES), ("method", LATENT_METHODS)):
             if latent[key] not in known:
                 raise InputError(f"latent.{key} has an unknown value")
+        if latent.get("dtype") not in (None, *LATENT_DTYPES):
+            raise InputError("latent.dtype has an unknown value")
     except InputError as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     return LatentRecipe(
         recipe.method, recipe.seed, recipe.refit, recipe.refine, recipe.text, recipe.device, latent["latent"],
         latent["rope"], latent["norm"], latent["frequencies"], latent["method"], tuple(map(float, positions)),
+        latent.get("dtype"),
     )  # fmt: skip

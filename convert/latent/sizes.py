@@ -3,15 +3,18 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from convert.latent import LatentNormKind
+from convert.latent import DEFAULT_CACHED, Frequencies, LatentNormKind
+from model.checkpoint.latent_norm import n_constants
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
 FAST_KERNEL_SIZES = ((512, 64), (256, 64))
 """Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
-"""vLLM mistakes equal unrotated and rotated sizes of a query head for attention without a latent. Unrotated dimensions
-are then padded by this many zeros."""
+"""vLLM's own code of DeepSeek-V3 mistakes equal unrotated and rotated sizes of a query head for attention without a
+latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only."""
+_DEFAULT_ROPE = (64, 256)
+"""The sizes of heads between which the rotated key is as large as a head, if its size is not given; 64 for others."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class LatentSizes:
     rope_dims: int
     """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
     norm: LatentNormKind
+    frequencies: Frequencies = "longrope"
 
     @property
     def has_fast_kernel(self) -> bool:
@@ -38,7 +42,8 @@ class LatentSizes:
     @property
     def nope(self) -> int:
         """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
-        return self.head_dim + (_NOPE_PADDING if self.rope_dims == self.head_dim else 0)
+        padded = self.frequencies == "stock" and self.rope_dims == self.head_dim
+        return self.head_dim + (_NOPE_PADDING if padded else 0)
 
     @property
     def query(self) -> int:
@@ -48,7 +53,7 @@ class LatentSizes:
     @property
     def usable(self) -> int:
         """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
-        return self.latent - (1 if self.norm == "bias" else 0)
+        return self.latent - n_constants(self.norm)
 
     @property
     def cached(self) -> int:
@@ -62,13 +67,13 @@ class LatentSizes:
 
 
 def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
-    """Return common sizes, the largest cache first: those of vLLM's kernels, and those of 4, 2 and 1 K/V heads.
+    """Return common sizes, the largest cache first: the default, vLLM's kernels', and those of 4, 2 and 1 K/V heads.
 
     They cache less than the source does.
     """
     heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
     useful = {}
-    for latent, rope_dims in (*FAST_KERNEL_SIZES, *heads):
+    for latent, rope_dims in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
             sizes = choose_sizes(geometry, latent, rope_dims, "eps")
             if sizes.cached < sizes.source_cached:
@@ -79,10 +84,24 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
 def largest_latent(geometry: Geometry, norm: LatentNormKind) -> int:
     """Return the largest size of the latent that a model can use."""
     most = min(2 * geometry.n_kv_heads * geometry.head_dim, geometry.hidden_size)
-    return most + (1 if norm == "bias" else 0)
+    return most + n_constants(norm)
 
 
-def choose_sizes(geometry: Geometry, latent: int, rope_dims: int, norm: LatentNormKind) -> LatentSizes:
+def default_sizes(geometry: Geometry, latent: int | None, rope_dims: int | None) -> tuple[int, int]:
+    """Return the sizes of the latent and the rotated key, of which one or both may be given.
+
+    A rotated key as large as a head can hold every frequency of the source, which keys need more than the latent needs
+    the numbers. What is left of DEFAULT_CACHED is the latent: 448 + 128 for heads of 128, 512 + 64 for heads of 64.
+    """
+    if rope_dims is None:
+        least, most = _DEFAULT_ROPE
+        rope_dims = geometry.head_dim if least <= geometry.head_dim <= most else least
+    return DEFAULT_CACHED - rope_dims if latent is None else latent, rope_dims
+
+
+def choose_sizes(
+    geometry: Geometry, latent: int, rope_dims: int, norm: LatentNormKind, frequencies: Frequencies = "longrope"
+) -> LatentSizes:  # fmt: skip
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
     if rope_dims % 2:
@@ -92,8 +111,7 @@ def choose_sizes(geometry: Geometry, latent: int, rope_dims: int, norm: LatentNo
             f"--rope {rope_dims} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
             f"{geometry.head_dim}); give at most {keys}."
         )
-    least = 2 if norm == "bias" else 1
-    if latent < least:
+    if latent <= n_constants(norm):
         raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
     most = largest_latent(geometry, norm)
     if latent > most:
@@ -102,5 +120,6 @@ def choose_sizes(geometry: Geometry, latent: int, rope_dims: int, norm: LatentNo
             f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
         )
     return LatentSizes(
-        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope_dims, norm
-    )
+        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope_dims, norm,
+        frequencies,
+    )  # fmt: skip

@@ -79,11 +79,12 @@ def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
 def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer's config with the class that transformers gives the source's tokenizer, if it names another.
 
-    For a Mistral, transformers uses `tokenizer.json` as it is, whatever class the config names. For the `model_type`
-    of latent attention it uses that class, which may split texts in another way.
+    For a Mistral, transformers uses `tokenizer.json` or `tokenizer.model` as it is, whatever class the config names.
+    For the `model_type` of latent attention it uses that class, which may split texts in another way.
     """
     content = checkpoint.side_files.get(TOKENIZER_CONFIG)
-    if checkpoint.config["model_type"] != "mistral" or content is None or "tokenizer.json" not in checkpoint.side_files:
+    taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
+    if checkpoint.config["model_type"] != "mistral" or content is None or not taken_as_it_is:
         return {}
     text = read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content
     try:

@@ -140,7 +140,7 @@ def _method(plan: Plan) -> str:
 def _what_was_done(plan: Plan) -> str:
     exactly = "value for value" if plan.rewrites else "byte for byte"
     if isinstance(plan, LatentPlan):
-        return _what_latent_did(plan, exactly)
+        return _what_latent_did(plan, "rounded to bfloat16" if plan.recipe.dtype == "bfloat16" else exactly)
     if not plan.computed:
         return f"No heads were merged: the weights are the base model's, {exactly}."
     if plan.recipe.method == REPEAT:
@@ -171,7 +171,7 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
         if exact
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
-    scaled = any(output.scaled for output in plan.computed.values())
+    scaled = any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values())
     residual = (
         "The embedding and the output projections of attention and MLP are scaled, so that\n"
         f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "

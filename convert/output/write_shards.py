@@ -18,7 +18,7 @@ from convert.merging.rounding import round_once, widen
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
-from model.checkpoint import Array, Checkpoint, Span
+from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.hub import sha256_in_cache
 from model.checkpoint.safetensors_writer import ShardFile
 from model.common.console import Advance
@@ -151,7 +151,7 @@ class _ShardJob:
         if output.layer is not None:
             return self._write_of_layer(name, self._layers.get(output.layer))
         if output.scaled is not None:
-            for row, values in scaled_rows(self._checkpoint, output.scaled):
+            for row, values in scaled_rows(self._checkpoint, output.tensor, output.scaled):
                 self._output().write_rows(name, row, values)
             return output.tensor.nbytes
         row_nbytes = output.tensor.nbytes // output.tensor.shape[0]
@@ -223,12 +223,12 @@ class _ShardJob:
         return tensor.nbytes
 
 
-def scaled_rows(checkpoint: Checkpoint, scaled: Scaled) -> Iterator[tuple[int, Array]]:
-    """Yield a scaled tensor a few rows at a time, each with its first row."""
-    tensor = checkpoint.tensors[scaled.source]
-    for start, stop in tensor.row_blocks(ROWS_PIECE):
+def scaled_rows(checkpoint: Checkpoint, output: TensorInfo, scaled: Scaled) -> Iterator[tuple[int, Array]]:
+    """Yield a scaled tensor a few rows at a time, each with its first row, in the dtype of `output`."""
+    dtype = FLOAT_DTYPES[output.dtype]
+    for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROWS_PIECE):
         rows = checkpoint.rows(scaled.source, start, stop)
-        yield start, round_once(widen(rows).astype(np.float64) * scaled.factor, rows.dtype)
+        yield start, round_once(widen(rows).astype(np.float64) * scaled.factor, dtype)
 
 
 def digest(values: Array) -> str:

@@ -61,7 +61,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
 
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm)
+    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
     if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
         raise CheckpointError(
@@ -99,7 +99,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
         | _token_settings(checkpoint.config)
-        | _dtype_settings(checkpoint, layers[0].source[0]),
+        | _dtype_settings(checkpoint, layers[0].dtype(checkpoint)),
     )
 
 
@@ -111,23 +111,23 @@ def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in keys if key in config}
 
 
-def _dtype_settings(checkpoint: Checkpoint, name: str) -> dict[str, str]:
-    """Return the entries of `config.json` on the dtype: that of a tensor, whatever the source's config says.
+def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str]:
+    """Return the entries of `config.json` on the dtype: that of the layers, whatever the source's config says.
 
     Programs load a model in that dtype, and in float16 the latent's norm would overflow.
     """
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    dtype = names.get(checkpoint.tensors[name].dtype)
+    dtype = names.get(tensors_dtype)
     return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
 
 
 def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
     """Raise CheckpointError if a layer's dtype cannot hold the latent's rows."""
     halves = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype == "F16" and ".self_attn." in name]
-    if halves and recipe.norm == "eps":
+    if halves and recipe.norm == "eps" and recipe.dtype is None:
         raise CheckpointError(
             f"the tensor {halves[0]} is float16, which cannot hold the small numbers of --latent-norm eps; give "
-            "--latent-norm bias, or save the source in bfloat16 or float32."
+            "--dtype bfloat16, or keep float16 with --latent-norm bias, which few engines read."
         )
 
 
@@ -135,17 +135,24 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
     """Return the tensors of the output that differ from the source's, by name."""
     computed: dict[str, OutputTensor] = {}
     for layer in layers:
-        dtype = checkpoint.tensors[layer.source[0]].dtype
+        dtype = layer.dtype(checkpoint)
         for name, shape in layer.names.shapes(layer.sizes).items():
             computed[name] = OutputTensor(TensorInfo(name, dtype, shape), layer=layer)
+    written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
+    factors = dict.fromkeys((EMBEDDING, *written), scale)
+    replaced = {name for layer in layers for name in layer.source}
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
     if HEAD not in checkpoint.tensors:
-        embedding = checkpoint.tensors[EMBEDDING]
-        copy = Rows(0, EMBEDDING, 0, embedding.shape[0])
-        computed[HEAD] = OutputTensor(replace(embedding, name=HEAD), copies=(copy,))
-    if scale != 1:
-        written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
-        for name in (EMBEDDING, *written):
-            computed[name] = OutputTensor(checkpoint.tensors[name], scaled=Scaled(name, scale))
+        kept[HEAD] = replace(checkpoint.tensors[EMBEDDING], name=HEAD)
+    for name, tensor in kept.items():
+        if is_rope_buffer(name):
+            continue
+        output = replace(tensor, dtype=layers[0].recipe.tensor_dtype or tensor.dtype)
+        factor, source = factors.get(name, 1.0), name if name in checkpoint.tensors else EMBEDDING
+        if factor != 1 or output.dtype != tensor.dtype:
+            computed[name] = OutputTensor(output, scaled=Scaled(source, factor))
+        elif source != name:
+            computed[name] = OutputTensor(output, copies=(Rows(0, source, 0, tensor.shape[0]),))
     return computed
 
 
@@ -159,7 +166,7 @@ def _shards(
         q, kv_a, norm, kv_b, o, *biases = layer.tensors
         kv_a_bias, o_bias = (biases[:1], biases[1:])
         replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}
-    if HEAD in computed:
+    if HEAD not in checkpoint.tensors:
         replaced[EMBEDDING] = (EMBEDDING, HEAD)
 
     def names(shard: Shard) -> Iterator[str]:

@@ -4,10 +4,10 @@ import shlex
 from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
-from convert.latent import DEFAULT_LATENT, Frequencies, LatentMethod, LatentNormKind
+from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
-from convert.latent.sizes import LatentSizes, choose_sizes, largest_latent, suggested_sizes
+from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -22,8 +22,9 @@ class LatentOptions(CalibrationOptions):
     """
 
     latent: int | None
-    rope: int
+    rope: int | None
     latent_norm: LatentNormKind
+    dtype: LatentDtype | None
     frequencies: Frequencies | None
     method: LatentMethod
     refine: int | None
@@ -37,9 +38,10 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 
     source = read_source(checkpoint)
+    latent, rope_dims = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
-        _check_default(checkpoint, source.geometry, options)
-    sizes = choose_sizes(source.geometry, options.latent or DEFAULT_LATENT, options.rope, options.latent_norm)
+        _check_default(checkpoint, source.geometry, latent, options)
+    sizes = choose_sizes(source.geometry, latent, rope_dims, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
@@ -48,9 +50,10 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         norm=sizes.norm,
         frequencies=frequencies,
         latent_method=options.method,
+        dtype=options.dtype,
     )
     if options.method != "fit":
-        _check_baseline(options, sizes, frequencies)
+        _check_baseline(options, sizes, frequencies, source.rope)
         recipe = replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
     elif options.calibration == NONE or is_exact(sizes, frequencies):
         _refuse_unused(options, sizes, frequencies)
@@ -62,10 +65,14 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
-def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOptions) -> None:
-    """Raise CheckpointError if the default size of the latent is too large for a model. Name sizes that fit."""
+def _check_default(checkpoint: Checkpoint, geometry: Geometry, default: int, options: LatentOptions) -> None:
+    """Raise CheckpointError if the default size of the latent does not fit a model. Name sizes that fit."""
+    if default < 1:
+        raise CheckpointError(
+            f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} numbers to cache by default; give --latent."
+        )
     most = largest_latent(geometry, options.latent_norm)
-    if most >= DEFAULT_LATENT:
+    if most >= default:
         return
     fitting = suggested_sizes(geometry)
     advice = (
@@ -75,16 +82,26 @@ def _check_default(checkpoint: Checkpoint, geometry: Geometry, options: LatentOp
         else f"--latent, at most {most}"
     )
     raise CheckpointError(
-        f"the default of --latent, {DEFAULT_LATENT}, is too large for this model, which can use at most {most} "
+        f"the default of --latent, {default}, is too large for this model, which can use at most {most} "
         f"({geometry.n_kv_heads} K/V heads of {geometry.head_dim}, hidden size {geometry.hidden_size}); give {advice}."
     )
 
 
-def _check_baseline(options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies) -> None:
-    """Raise CheckpointError if a method for comparison does not have these options."""
+def _check_baseline(
+    options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies, source_rope: SourceRope
+) -> None:  # fmt: skip
+    """Raise CheckpointError if a method for comparison does not have these options.
+
+    Every c-th frequency of the source is a power of a base, unless they are scaled. Then `longrope` lists them.
+    """
     if options.calibration == NONE:
         raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
-    if frequencies != "stock" or sizes.head_dim % sizes.rope_dims:
+    if not source_rope.is_plain and sizes.head_dim % sizes.rope_dims:
+        raise CheckpointError(
+            f"--method {options.method} is for comparison, and has a rotated key whose size divides the heads' "
+            f"{sizes.head_dim}; give --rope {sizes.head_dim}, or a divisor."
+        )
+    if source_rope.is_plain and (frequencies != "stock" or sizes.head_dim % sizes.rope_dims):
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
             f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."

@@ -28,7 +28,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A tensor of the source, to be multiplied by a number."""
+    """A tensor of the source, to be multiplied by a number and rounded to the output's dtype."""
 
     source: str
     factor: float

@@ -168,12 +168,12 @@ Pieces = Iterator[tuple[int, bytes]]
 
 def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
     output = plan.computed[name]
-    row_nbytes = output.tensor.nbytes // output.tensor.shape[0]
+    row_nbytes = output.tensor.nbytes // (output.tensor.shape[0] if output.tensor.shape else 1)
     for rows in output.copies:
         for at, piece in _read(source, rows.source, rows.source_row, rows.n, row_nbytes):
             yield rows.row * row_nbytes + at, piece
     if output.scaled is not None:
-        for row, values in scaled_rows(source, output.scaled):
+        for row, values in scaled_rows(source, output.tensor, output.scaled):
             yield row * row_nbytes, values.tobytes()
     for merge in output.merges:
         for row, merged, _ in merge_groups(source, merge, plan.recipe):

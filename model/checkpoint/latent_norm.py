@@ -46,8 +46,8 @@ class LatentNorm:
 
     @property
     def usable(self) -> int:
-        """Number of the latent's usable numbers: all, but for the constant channel of `bias`."""
-        return self.latent - (1 if self.kind == "bias" else 0)
+        """Number of the latent's usable numbers: all, but for constant ones."""
+        return self.latent - n_constants(self.kind)
 
     @property
     def gain(self) -> float:
@@ -58,6 +58,11 @@ class LatentNorm:
     def shrink(self) -> float:
         """The size of the latent's rows in the files, as a share of their usual one."""
         return SHRINK if self.kind == "eps" else 1.0
+
+
+def n_constants(kind: str) -> int:
+    """Return how many numbers of the latent, its last ones, are constant to undo the norm."""
+    return 1 if kind == "bias" else 0
 
 
 def norm_weight(kind: str, latent: int) -> float:

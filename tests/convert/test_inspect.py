@@ -60,6 +60,7 @@ def test_sizes_of_latent_attention(convert, source, tmp_path):
     wide = tiny.save(tiny.build(hidden_size=512), tmp_path / "wide")
     rows = json.loads(convert("inspect", wide, "--json").out)["latent"]
     assert [(row["latent"], row["rope"]) for row in rows if row["vllm_kernel"]] == [(512, 64), (256, 64)]
+    assert (rows[0]["latent"], rows[0]["rope"]) == (512, 64)  # the default for heads of 64, too
     for row in rows[:1]:
         options = ("--latent", row["latent"], "--rope", row["rope"], "--calibration", "none", "--dry-run", "--json")
         plan = json.loads(convert("mha-to-mla", wide, tmp_path / "out", *options).out)

@@ -14,6 +14,7 @@ from latent import divergence
 from latent_reference import attend
 from safetensors.torch import load_file
 from self_kill import run_self_killing
+from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -295,6 +296,29 @@ def test_the_output_tokenises_as_the_source(convert, tmp_path, model_type, named
     assert ours(text).input_ids == theirs(text).input_ids
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_the_output_of_a_sentencepiece_vocabulary_alone_tokenises_as_the_source(convert, tmp_path, model_type, named):
+    """For a Mistral, transformers ignores the class, which puts a space before a text."""
+    changes = {"sliding_window": None} if model_type == "mistral" else {}
+    source = tiny.save(tiny.build(model_type, vocab_size=320, **changes), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    with (source / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["the quick brown fox jumps over the lazy dog 0123456789"] * 20), model_writer=file,
+            vocab_size=300, model_type="bpe", byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": named, "add_bos_token": True, **special}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    out = tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 32, "--rope", 32, "--calibration", "none").succeeded()
+    convert("verify", source, out).succeeded()
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, source))
+    text = "the dog:\n\n  don't jump 12"
+    assert ours(text).input_ids == theirs(text).input_ids
+
+
 def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     """In the plan, before they are chosen, and in the JSON of the conversion as in its record."""
     sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
@@ -305,3 +329,40 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     assert summary["latent"] == record["latent"]
     assert summary["latent"]["positions"] is not None
     assert any("rope_type longrope" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "given", "sizes"),
+    [
+        (64, (), (512, 64)),
+        (80, (), (496, 80)),
+        (128, (), (448, 128)),
+        (256, (), (320, 256)),
+        (32, (), (512, 64)),
+        (320, (), (512, 64)),
+        (128, ("--rope", 64), (512, 64)),
+        (128, ("--latent", 256), (256, 128)),
+    ],
+)
+def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
+    convert, tmp_path, head_dim, given, sizes
+):
+    wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": 8, "num_key_value_heads": 8}
+    wide |= {"vocab_size": 300, "num_hidden_layers": 1}
+    source = make_tokenizer(latent.make_source(tmp_path / "source", **wide), 300)
+    options = (*given, "--calibration", "none", "--dry-run", "--json")
+    planned = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["latent"]
+    assert (planned["latent"], planned["rope"]) == sizes
+    listed = json.loads(convert("inspect", source, "--json").out)["latent"]
+    if not given and sum(sizes) < 2 * 8 * head_dim:
+        assert sizes in [(row["latent"], row["rope"]) for row in listed]
+
+
+@pytest.mark.parametrize(("frequencies", "nope"), [("longrope", 8), ("stock", 40)])
+def test_queries_are_padded_only_for_engines_that_could_mistake_them(convert, tmp_path, frequencies, nope):
+    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent."""
+    source, out = latent.make_source(tmp_path / "source"), tmp_path / "out"
+    options = ("--latent", 12, "--rope", 8, "--frequencies", frequencies, "--calibration", "none")
+    convert("mha-to-mla", source, out, *options).succeeded()
+    assert latent.config(out)["qk_nope_head_dim"] == nope
+    convert("verify", source, out).succeeded()

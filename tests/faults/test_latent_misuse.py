@@ -50,6 +50,8 @@ def refused(convert, source, tmp_path):
             (),
             ("the default of --latent, 512, is too large", "at most 64", "such as --latent 32 --rope 32;", "inspect "),
         ),
+        (("--rope", 8), ("the default of --latent, 568, is too large", "at most 64")),
+        (("--rope", 576), ("--rope 576 leaves nothing of the 576 numbers", "give --latent")),
         (("--latent", 1, "--rope", 8, "--latent-norm", "bias"), ("--latent 1 leaves nothing", "--latent-norm bias")),
         ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
         ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),
@@ -73,6 +75,7 @@ def test_options_that_do_not_fit(refused, options, words):
         (("--rope", 1), ("--rope", "1 is not in the range")),
         (("--latent-norm", "learned"), ("'learned' is not one of", "eps", "bias")),
         (("--frequencies", "yarn"), ("'yarn' is not one of",)),
+        (("--dtype", "float16"), ("--dtype", "'float16' is not", "bfloat16")),
         (("--groups", 2), ("No such option",)),
         (("--refit",), ("No such option",)),
         (("--method", "mean"), ("'mean' is not one of",)),
@@ -156,8 +159,19 @@ def test_scaled_rotations_have_no_stock_frequencies(refused, tmp_path):
     refused("--frequencies stock", "longrope", path=source, options=(*SIZE, *BY_WEIGHTS, "--frequencies", "stock"))
 
 
+@pytest.mark.parametrize("rope", [16, 6])
+def test_methods_for_comparison_name_the_sizes_that_a_scaled_rotation_allows(refused, tmp_path, rope):
+    source = make_tokenizer(
+        latent.make_source(tmp_path / "llama3", vocab_size=300, rope_parameters=ROPES["llama3"]), 300
+    )
+    options = ("--latent", 12, "--rope", rope, "--method", "svd")
+    refused("--method svd", "divides the heads' 8; give --rope 8, or a divisor", path=source, options=options)
+
+
 def test_float16_cannot_hold_small_numbers(refused, tmp_path):
-    refused("float16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16"))
+    refused(
+        "float16", "--dtype bfloat16", "--latent-norm bias", path=latent.make_source(tmp_path / "half", dtype="float16")
+    )
 
 
 def test_options_without_use(refused, tmp_path):
@@ -230,6 +244,7 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
         ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
         ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 RoPE pairs")),
         ({"norm": "none"}, ("latent.norm",)),
+        ({"dtype": "float16"}, ("latent.dtype has an unknown value",)),
         ({"refine_tokens": 100}, ("refine need a calibration",)),
         ({"rope": 9}, ("--rope 9 is odd",)),
         ({"latent_size": 1 << 40}, ("--latent",)),

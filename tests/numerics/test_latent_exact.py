@@ -10,6 +10,8 @@ import torch
 from damage import edit_tensors
 from latent import config, divergence, logits, make_source, make_unfolded
 from latent_reference import attend
+from safetensors.torch import load_file
+from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
@@ -38,6 +40,9 @@ OWN_SIZE = {
         for kind, rope in llama_pairs.ROPES.items()
         if kind in ("theta", "linear", "yarn", "yarn-tuned", "llama3")
     },
+    "heads wider than the model": (
+        {"head_dim": 16}, ("--latent", 64, "--rope", 128, "--frequencies", "longrope")
+    ),
     "GQA-2, llama3": ({"num_key_value_heads": 2, "rope_parameters": llama_pairs.ROPES["llama3"]}, GQA[:4]),
 }  # fmt: skip
 
@@ -51,6 +56,34 @@ def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
     convert("verify", source, tmp_path / "out").succeeded()
 
 
+def test_round_off_is_not_made_into_weights(convert, tmp_path):
+    """Where nothing is lost, no key is left for the latent, and the spare numbers of the latent have no use."""
+    source, out = make_source(tmp_path / "source", num_key_value_heads=2), tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 20, "--rope", 16, "--frequencies", "longrope").succeeded()
+    for name, tensor in tensors_of(out).items():
+        if "kv_b_proj" in name:
+            keys_HNL, values_HDL = tensor.view(8, 2, 8, 20).unbind(1)
+            assert not keys_HNL.any()
+            assert int(values_HDL.flatten(0, 1).any(dim=0).sum()) == 16
+        if "q_proj" in name:  # as large as the source's, so that training can use the latent for keys
+            parts_HQX = tensor.view(8, 24, 64)
+            assert parts_HQX[:, :8].std() > 0.1 * parts_HQX[:, 8:].std()
+
+
+@pytest.mark.parametrize("method", ["transmla", "care", "svd"])
+@pytest.mark.parametrize("options", [(), ("--frequencies", "longrope")])
+def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, method, options):
+    """With one K/V head, they too compute what the source does."""
+    changes = {"num_key_value_heads": 1, "rope_parameters": llama_pairs.ROPES["llama3"], "vocab_size": 300}
+    source, out = make_tokenizer(make_source(tmp_path / "source", **changes), 300), tmp_path / "out"
+    size = ("--latent", 8, "--rope", 8, "--calibration-tokens", 1024)
+    convert("mha-to-mla", source, out, *size, "--method", method, *options).succeeded()
+    assert config(out)["rope_parameters"]["rope_type"] == "longrope"
+    _check_equal(source, out)
+    convert("verify", source, out).succeeded()
+    convert("mha-to-mla", source, tmp_path / "half", *size, "--rope", 4, "--method", method, *options).succeeded()
+
+
 @pytest.mark.parametrize("norm", ["eps", "bias"])
 def test_unfolded_latent_attention_is_found_again(convert, tmp_path, norm):
     rank = 6
@@ -61,6 +94,10 @@ def test_unfolded_latent_attention_is_found_again(convert, tmp_path, norm):
     smaller = ("--latent", 5, "--rope", 8, *BY_WEIGHTS)
     convert("mha-to-mla", source, tmp_path / "less", *smaller).succeeded()
     assert divergence(logits(source), logits(tmp_path / "less")) > 1e-5
+
+
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def _check_equal(source, out):
@@ -89,6 +126,32 @@ def test_float16_with_a_bias(convert, tmp_path):
     exact = logits(source)
     own = divergence(exact, logits(source, torch.float16))
     assert divergence(exact, logits(tmp_path / "out", torch.float16)) <= 4 * own + 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
+def test_float16_rounded_to_bfloat16(convert, tmp_path, epsilon, tied):
+    """Every tensor is rounded once, as torch rounds it, and the record and the config say so."""
+    changes = {"num_key_value_heads": 1, "rms_norm_eps": epsilon, "tie_word_embeddings": tied}
+    source, out = make_source(tmp_path / "source", dtype="float16", **changes), tmp_path / "out"
+    convert("mha-to-mla", source, out, "--latent", 8, "--rope", 8, "--dtype", "bfloat16").succeeded()
+    before, after = (tensors_of(folder) for folder in (source, out))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert config(out)["dtype"] == "bfloat16"
+    assert json.loads((out / "groupwise.json").read_text())["latent"]["dtype"] == "bfloat16"
+    scaled = () if epsilon == 1e-6 else ("embed_tokens", "down_proj")
+    kept = {"lm_head.weight": before["model.embed_tokens.weight"]} | {
+        name: tensor for name, tensor in before.items() if "self_attn" not in name and not name.endswith(".inv_freq")
+    }
+    for name, tensor in kept.items():
+        factor = (0.1**0.5 if name.split(".")[-2] in scaled else 1.0) if name != "lm_head.weight" else 1.0
+        assert torch.equal(after[name], (tensor.double() * factor).bfloat16()), name
+    own = divergence(logits(source), logits(source, torch.bfloat16))
+    assert 0 < divergence(logits(source), logits(out, torch.bfloat16)) <= 4 * own
+    convert("verify", source, out).succeeded()
+    edit_tensors(out, lambda name, t: t + 0.01 if name == "model.layers.1.mlp.up_proj.weight" else t)
+    result = convert("verify", source, out)
+    assert (result.code, "up_proj.weight differs" in result.err) == (3, True), result.err
 
 
 @pytest.fixture
