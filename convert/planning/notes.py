@@ -35,7 +35,7 @@ def notes_on_opening(family: Family) -> Iterator[str]:
     *others, last = engines = family.engines_without_gqa or ("",)
     if last:
         others_and_last = f"{', '.join(others)} and {last}" if others else last
-        instead = " and ".join(name for name in engines if name in WITH_TRANSFORMERS)
+        instead = " or ".join(name for name in engines if name in WITH_TRANSFORMERS)
         yield (
             f"the classes of {family.model_type} in {others_and_last} have a K/V head for each query head, and cannot "
             f"load merged heads (read in their source, not tried); start {instead} with --model-impl transformers."
