@@ -10,8 +10,7 @@ from convert import conversion, tables
 from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
-from convert.latent.recipe import is_exact
-from convert.merging.methods import HEAD_METHODS, REPEAT
+from convert.merging.methods import HEAD_METHODS
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan
@@ -102,7 +101,7 @@ def _print_result(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."
         )
-    if _costs_quality(plan) and _is_measurable(plan.geometry):
+    if not plan.is_exact and _is_measurable(plan.geometry):
         is_folder = (checkpoint.path / "config.json").is_file()
         teacher = source if is_folder else "PARENT"
         trainable = not plan.geometry.attention.family.has_experts
@@ -112,12 +111,6 @@ def _print_result(
         console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
         if trainable:
             console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
-
-
-def _costs_quality(plan: Plan) -> bool:
-    if isinstance(plan, LatentPlan):
-        return not is_exact(plan.sizes, plan.recipe.frequencies)
-    return bool(plan.computed) and plan.recipe.method != REPEAT
 
 
 def _is_measurable(geometry: Geometry) -> bool:

@@ -6,7 +6,7 @@ The card contains no times and no paths, so the same conversion gives the same b
 import re
 from pathlib import Path
 
-from convert.latent.recipe import LatentRecipe, is_exact
+from convert.latent.recipe import LatentRecipe
 from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.merge_plan import MergePlan
@@ -165,10 +165,9 @@ def _what_was_done(plan: Plan) -> str:
 
 
 def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
-    exact = is_exact(plan.sizes, plan.recipe.frequencies)
     quality = (
         "The model computes what the base model does."
-        if exact
+        if plan.is_exact
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
     scaled = any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values())

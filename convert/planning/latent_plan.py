@@ -36,6 +36,10 @@ class LatentPlan(Plan):
         return str(self.config["model_type"])
 
     @property
+    def is_exact(self) -> bool:
+        return is_exact(self.sizes, self.recipe.frequencies)
+
+    @property
     def kv_cache_bytes(self) -> tuple[int, int]:
         n_layers = self.geometry.n_layers
         return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached

@@ -30,6 +30,10 @@ class MergePlan(Plan):
         return str(self.code.settings["model_type"]) if self.code else self.geometry.model_type
 
     @property
+    def is_exact(self) -> bool:
+        return not self.computed or self.recipe.method == REPEAT
+
+    @property
     def kv_cache_bytes(self) -> tuple[int, int]:
         cache = self.geometry.kv_cache_bytes_per_token
         return cache(self.geometry.n_kv_heads), cache(self.n_kv_heads)

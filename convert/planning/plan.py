@@ -58,6 +58,11 @@ class Plan(ABC):
 
     @property
     @abstractmethod
+    def is_exact(self) -> bool:
+        """Whether the output computes what the source does, whatever its weights."""
+
+    @property
+    @abstractmethod
     def kv_cache_bytes(self) -> tuple[int, int]:
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
 
