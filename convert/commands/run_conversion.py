@@ -25,7 +25,7 @@ from model.geometry import Geometry
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
-NOT_TRAINABLE = "Measure its quality (uptrain does not train models with experts; train it with other software):"
+NOT_TRAINABLE = "Measure its quality (uptrain does not train experts; use other software):"
 
 
 def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
