@@ -25,7 +25,6 @@ from model.geometry import Geometry
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
-NOT_TRAINABLE = "Measure its quality (uptrain does not train experts; use other software):"
 
 
 def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
@@ -104,8 +103,10 @@ def _print_result(
     if not plan.is_exact and _is_measurable(plan.geometry):
         is_folder = (checkpoint.path / "config.json").is_file()
         teacher = source if is_folder else "PARENT"
-        trainable = not plan.geometry.attention.family.has_experts
-        console.echo("Measure its quality, and train it:" if trainable else NOT_TRAINABLE)
+        family = plan.geometry.attention.family
+        trainable = not family.joins_experts
+        elsewhere = f" (uptrain does not train {family.model_type}; use other software)"
+        console.echo(f"Measure its quality{', and train it' if trainable else elsewhere}:")
         if not is_folder:
             console.echo(f"  convert to-hf {source} PARENT")
         console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")

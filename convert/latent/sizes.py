@@ -33,6 +33,7 @@ class LatentSizes:
     """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
     norm: LatentNormKind
     frequencies: Frequencies = "longrope"
+    """What `nope` depends on; every other size does not."""
 
     @property
     def has_fast_kernel(self) -> bool:

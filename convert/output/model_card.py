@@ -61,7 +61,9 @@ def _of_another_model(card: bytes, origin: Origin) -> bytes:
     front = _ENTRY["model-index"].sub(b"", front)
     if revision:
         front = f"base_model: {name}\n".encode() + _ENTRY["base_model"].sub(b"", front)
-    text = text.lstrip() if text.lstrip().startswith(_OF_THE_BASE_MODEL) else _OF_THE_BASE_MODEL + text.lstrip()
+    text = text.lstrip()
+    if text and not text.startswith(_OF_THE_BASE_MODEL):
+        text = _OF_THE_BASE_MODEL + text
     return b"---\n" + front + b"---\n\n" + text if front else text
 
 

@@ -11,8 +11,6 @@ from model.families import Family, find_family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
-WITH_TRANSFORMERS = ("vLLM", "SGLang")
-"""Engines that can run a model by transformers' class."""
 PHI3_ROPE = {
     "rope_theta", "partial_rotary_factor", "rope_type", "type", "short_factor", "long_factor",
     "original_max_position_embeddings",
@@ -32,13 +30,11 @@ def notes_of_merge(recipe: Recipe, family: Family) -> Iterator[str]:
 
 def notes_on_opening(family: Family) -> Iterator[str]:
     """Yield notes on programs that cannot open merged heads as they open the source."""
-    *others, last = engines = family.engines_without_gqa or ("",)
-    if last:
-        others_and_last = f"{', '.join(others)} and {last}" if others else last
-        instead = " or ".join(name for name in engines if name in WITH_TRANSFORMERS)
+    if engines := " and ".join(family.engines_without_gqa):
         yield (
-            f"the classes of {family.model_type} in {others_and_last} have a K/V head for each query head, and cannot "
-            f"load merged heads (read in their source, not tried); start {instead} with --model-impl transformers."
+            f"the classes of {family.model_type} in {engines} have a K/V head for each query head, and cannot load "
+            "merged heads (read in their source, not tried). vLLM and SGLang can use transformers' class: "
+            "--model-impl transformers."
         )
     if family.needs_own_code is not None:
         yield (

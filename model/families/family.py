@@ -163,8 +163,8 @@ class Family:
     distance."""
     not_per_head: tuple[str, ...] = ()
     """Further parts that do not depend on the number of heads, and are copied."""
-    has_experts: bool = False
-    """Whether its MLPs are experts, which are copied. transformers joins them, so `uptrain` cannot train the model."""
+    joins_experts: bool = False
+    """Whether transformers joins the experts that the files hold one by one. `uptrain` cannot train such a model."""
     switch: Switch | None = None
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Settings that prevent a conversion: key → the value and the reason."""

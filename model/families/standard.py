@@ -24,7 +24,7 @@ STANDARD = (
         rotates_only="sliding_attention",
     ),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
-    Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, has_experts=True),
+    Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, joins_experts=True),
     # ERNIE 4.5, the dense ones: Llama's layout.
     Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_pairing="interleaved"),
     # EXAONE 4: Qwen 3's layout. With sliding windows, layers without a window are not rotated.
@@ -38,7 +38,7 @@ STANDARD = (
         null_window_rotates=True,
     ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", attention_norm=None, head_norms=FLAT_NORMS, has_experts=True),
+    Family("flex_olmo", attention_norm=None, head_norms=FLAT_NORMS, joins_experts=True),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -82,7 +82,7 @@ STANDARD = (
     # Granite: Llama's layout; its multipliers are in the config.
     Family("granite"),
     # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
-    Family("granitemoe", has_experts=True),
+    Family("granitemoe", joins_experts=True),
     # Helium: Llama's layout.
     Family(
         "helium",
@@ -126,7 +126,7 @@ STANDARD = (
         },
     ),
     # Mixtral: Mistral's attention; the experts are copied.
-    Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", has_experts=True),
+    Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", joins_experts=True),
     # nanochat: Llama's layout; its norms have no weights.
     Family(
         "nanochat",
@@ -149,7 +149,7 @@ STANDARD = (
     # OLMo 3: as OLMo 2, with sliding windows.
     Family("olmo3", attention_norm=None, head_norms=FLAT_NORMS),
     # OLMoE: as OLMo 2, with experts, which are copied.
-    Family("olmoe", head_norms=FLAT_NORMS, has_experts=True, engines_without_gqa=("llama.cpp", "SGLang")),
+    Family("olmoe", head_norms=FLAT_NORMS, joins_experts=True, engines_without_gqa=("llama.cpp", "SGLang")),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
@@ -173,7 +173,7 @@ STANDARD = (
         },
     ),
     # Phi 3.5 MoE: Mixtral's layout; the experts are copied.
-    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused", has_experts=True),
+    Family("phimoe", default_n_kv_heads=8, null_n_kv_heads="refused", joins_experts=True),
     # Qwen 1.5 and 2: Llama's layout with q, k and v biases.
     Family(
         "qwen2",
@@ -186,11 +186,11 @@ STANDARD = (
         },
     ),
     # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.
-    Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", has_experts=True),
+    Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", joins_experts=True),
     # Qwen 3: one norm for the queries and one for the keys, each shared by all heads.
     Family("qwen3", default_n_kv_heads=32, default_head_dim=128, head_norms=SHARED_NORMS),
     # Qwen 3 with experts, which are copied: as Qwen 3.
-    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS, has_experts=True),
+    Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS, joins_experts=True),
     # Seed-OSS: Llama's layout with q, k and v biases.
     Family("seed_oss", default_n_kv_heads=8, default_head_dim=128),
     # SmolLM3: Llama's layout; some layers have no rotary embedding.

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import tiny
+import torch
 import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
@@ -209,10 +210,13 @@ def test_a_tokenizer_that_cannot_read_the_text(convert, parent, tmp_path):
 def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     model = tiny.build(vocab_size=300, hidden_size=64, num_attention_heads=32, num_key_value_heads=32)
     folder = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    convert("mha-to-gqa", folder, tmp_path / "stated", "--groups", 2, *FIT).succeeded()
     config = json.loads((folder / "config.json").read_text())
     del config["num_attention_heads"]
     (folder / "config.json").write_text(json.dumps(config))
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT).succeeded()
+    stated, left_out = tiny.tensors(tmp_path / "stated"), tiny.tensors(tmp_path / "out")
+    assert all(torch.equal(tensor, left_out[name]) for name, tensor in stated.items())
 
 
 @pytest.mark.parametrize("stated", [100, 300])

@@ -36,7 +36,7 @@ def test_row(convert, tmp_path, family):
     with open_checkpoint(folder) as checkpoint:
         open_checked(checkpoint, "cpu")
     assert trained == how_trained(family, folder)
-    assert FAMILIES[tiny.inner(family)].has_experts == (trained == "no: experts")
+    assert FAMILIES[tiny.inner(family)].joins_experts == (trained == "no: experts")
     assert opens == ("the stock class" + f" (the `{tiny.inner(family)}` inside is merged)" * (family in tiny.WRAPPERS))
 
 

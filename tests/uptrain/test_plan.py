@@ -296,7 +296,7 @@ def test_a_tensor_without_dimensions(uptrain, tmp_path):
     ("method", "expected"),
     [
         ("mean", "far above the parent's, since heads were averaged"),
-        ("pca", "above the parent's; in docs/study.md, below that of the mean for small Llamas"),
+        ("pca", "above the parent's; in docs/study.md, it is below that of the mean"),
         ("fit", "above the parent's; in docs/study.md, the default merge adds 1 to 15 %"),
         ("latent", "above the parent's; docs/latent.md"),
     ],

@@ -53,9 +53,8 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
 
     Also `all` if the names of the model's attention are not known.
     """
-    from uptrain.models.trainable_parts import (
-        knows_attention,  # imports numpy, which the command line does not need to start
-    )
+    # imports numpy, which the command line does not need to start
+    from uptrain.models.trainable_parts import knows_attention
 
     return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
 

@@ -129,18 +129,18 @@ def _next_command(plan: dict[str, Any]) -> str:
     from uptrain.estimates.plan import program_on
 
     context, n = click.get_current_context(), plan["processes"]
-    known = {"model", "processes", "memory"}
+    covered = {"model", "processes", "memory"}
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
             return f"  nothing fits {n} device{'' if n == 1 else 's'} of {size(context.params['memory'])}"
         parts = re.split(" (?=--)", fit["command"])
-        known |= {"teacher", "trainable", "optimizer", "seq_len"}
+        covered |= {"teacher", "trainable", "optimizer", "seq_len"}
     else:
         parts = [f"{program_on(n)} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:
         name = str(parameter.name)
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name not in known:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name not in covered:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
     lines = [""]
     for part in (*parts, *([] if plan["data"] else ["--data CACHE"]), "--out RUN"):

@@ -36,7 +36,7 @@ from uptrain.training.learning_rate import Schedule, decay_start, default_warmup
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
-BY_WEIGHTS = "above the parent's; in docs/study.md, below that of the mean for small Llamas, and not for SmolLM2"
+BY_WEIGHTS = "above the parent's; in docs/study.md, it is below that of the mean on small Llamas, but not on SmolLM2"
 FIRST_LOSS = {
     "mean": "far above the parent's, since heads were averaged that do not point in the same directions",
     "first": "far above the parent's, since most heads were left out",

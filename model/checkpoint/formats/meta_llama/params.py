@@ -75,7 +75,8 @@ class Params:
         elif self.rope_theta == 1000000.0:
             length, of = 16384, "Code Llama"
         else:
-            # Llama 1 up to 33B has 1e-6. Its 65B has 1e-5, too, and the width of Llama 2's 70B, which is grouped.
+            # norm_eps is 1e-5 in Llama 2, and 1e-6 in Llama 1 up to 33B. Llama 1's 65B has 1e-5, too, and the width of
+            # Llama 2's 70B, but no grouped heads.
             is_llama2 = self.norm_eps == 1e-5 and (self.dim < 8192 or self.n_kv_heads < self.n_heads)
             length, of = (4096, "Llama 2") if is_llama2 else (2048, "Llama 1")
         return length, (
