@@ -26,6 +26,7 @@ from model.common.plot_style import INK, MUTED, PAGE, PLOT_STYLE, SERIES
 from scripts.study.results import (
     BETTER,
     REFITTED_ONCE,
+    TODAY,
     WEAK,
     Result,
     Seeds,
@@ -68,9 +69,12 @@ PURPLE, LIGHT_PURPLE, BROWN, LIGHT_BROWN = "#5e3c99", "#b2abd2", "#8c510a", "#df
 LONG_DASHES: Any = (0, (6, 1, 1, 1, 1, 1))
 DEFAULT, UNREFINED = "default", "unrefined"
 MERGES = {
-    "random": "random", "mean": "mean (the paper's)", "first": "first", "aligned-spread": "aligned",
-    "pca-spread": "pca", "fit-spread": "fit", UNREFINED: "default, unrefined", DEFAULT: "default",
+    "random": ("random",), "mean (the paper's)": ("mean",), "first": ("first",),
+    "aligned, better of two": ("aligned-spread", "aligned-weights"),
+    "pca, better of two": ("pca-spread", "pca-weights"),
+    "fit": ("fit-spread",), "default, unrefined": (UNREFINED,), "default": (DEFAULT,),
 }  # fmt: skip
+"""Name of a merge → its arms, of which the best on average is drawn: calibrated on a text, or by the weights alone."""
 PLACES = (
     ("merges", 2, "8 → 2, 1 token per parameter", PURPLE, PAGE, "h"),
     ("longer", 2, "8 → 2, 7 tokens per parameter", PURPLE, LIGHT_PURPLE, "h"),
@@ -166,6 +170,17 @@ def weak_lines(results: Path) -> list[Result]:
     return [*united(results, WEAK), *parts]
 
 
+def of_one_part(lines: list[Result]) -> list[Result]:
+    """Return the lines without the distilled mean of all parameters if attention alone was tried too.
+
+    All parameters were tried at one, lower rate, which is worse where both were tried.
+    """
+    mean = [line for line in lines if (line["arm"], line["loss"]) == ("mean", "distill")]
+    if "attention" not in {line["trainable"] for line in mean}:
+        return lines
+    return [line for line in lines if line not in mean or line["trainable"] == "attention"]
+
+
 def is_at_a_bad_rate(line: Result) -> bool:
     """Return whether a line is of the control where only a rate was tried that is too high for it."""
     return (line["arm"], line["alpha"]) == ("parent", 0.01)
@@ -246,6 +261,7 @@ def compute(results: Path) -> Figure:
 
 def draw_compute(axes: Axes, lines: list[Result]) -> None:
     """Draw the gap to the parent against compute, for each way of converting and uptraining."""
+    lines = of_one_part(lines)
     papers = forward_passes(at(lines, "mean", (0.05, "next-token"))[0])
     ways: list[tuple[str, list[Result], str, str, Any]] = [
         (label, [line for line in lines if (line["arm"], line["loss"]) == (arm, loss)], colour, marker, style)
@@ -343,15 +359,19 @@ def milliseconds(row: dict[str, Any]) -> float:
 def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_title("Right after conversion: added loss, in % of the loss that the mean adds")
     for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
-        for row, arm in enumerate(MERGES):
-            if figures := shares_left(results, plan, arm, groups):
-                error = statistics.stdev(figures) * 100 if len(figures) > 1 else math.nan
+        for row, arms in enumerate(MERGES.values()):
+            variants = [figures for arm in arms if (figures := shares_left(results, plan, arm, groups))]
+            if variants:
+                figures = min(variants, key=statistics.mean)
+                # Of two parents, both are drawn.
+                drawn = figures if len(figures) == 2 else [statistics.mean(figures)]
+                error = statistics.stdev(figures) * 100 if len(figures) > 2 else math.nan
                 axes.errorbar(
-                    statistics.mean(figures) * 100, row + (place - 3) * 0.12, xerr=error, fmt=marker, color=colour,
-                    markerfacecolor=inside, markersize=6, capsize=2, elinewidth=1,
-                    label=label if arm == "mean" else None,
+                    [100 * share for share in drawn], [row + (place - 3) * 0.12] * len(drawn), xerr=error, fmt=marker,
+                    color=colour, markerfacecolor=inside, markersize=6, capsize=2, elinewidth=1, linestyle="none",
+                    label=label if arms == ("mean",) else None,
                 )  # fmt: skip
-    axes.set_yticks(range(len(MERGES)), MERGES.values())
+    axes.set_yticks(range(len(MERGES)), MERGES)
     axes.set_xscale("log")
     axes.set_xticks(MERGE_SHARES, map(str, MERGE_SHARES))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -367,7 +387,7 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
     outside = plan if plan == "smollm2" else None
     if arm in (DEFAULT, UNREFINED):
         plan = TODAYS_PLANS.get(plan, plan)
-        arm = (REFITTED_ONCE if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
+        arm = (TODAY if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
     lines = [line for line in results[plan] if line["groups"] == groups and outside in (None, line["parent"])]
     return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
 
@@ -375,8 +395,9 @@ def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: i
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss during uptraining")
+    own = of_one_part([line for line in lines if line["groups"] in (groups, 8)])
     for arm, loss, label, colour, marker, style in (*CURVES, TODAYS_CURVE):
-        if points := curve([line for line in lines if line["arm"] == arm and line["groups"] in (groups, 8)], loss):
+        if points := curve([line for line in own if line["arm"] == arm], loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
             draw_points(axes, percent, label, colour, marker, style)
     scratch = [line for line in lines if line["from_nothing"] and line["groups"] == groups]

@@ -73,6 +73,55 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
     return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
+def by_rates(lines: list[Result]) -> str:
+    """Return the table of losses beyond the parent's by peak learning rate, for all numbers of K/V heads.
+
+    The first number is the parents' own: it has the unmerged parents, trained on.
+    """
+    heads = sorted({line["groups"] for line in lines}, reverse=True)
+    trained = [line for line in lines if line["alpha"]]
+    rows = []
+    for arm, stage, lr in sorted(unique((line["arm"], stage_of(line), line["lr"]) for line in trained), key=_by_arm):
+        own = [line for line in trained if (line["arm"], stage_of(line), line["lr"]) == (arm, stage, lr)]
+        by_groups = [[line for line in own if line["groups"] == groups] for groups in heads]
+        rows.append(
+            [f"{arm}; {name_of(stage)}", f"{lr:g}", *(show(gaps(x), "{:.3f}") if x else "–" for x in by_groups)]
+        )
+    return markdown(["arm", "peak rate", *(f"{groups} heads" for groups in heads)], rows)
+
+
+def _by_arm(key: tuple[str, StageKey, float]) -> tuple[object, ...]:
+    arm, stage, lr = key
+    return arm != "parent", arm, by_loss(stage), lr
+
+
+def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trained: int) -> str:
+    """Return the table of losses beyond the parent's at the last positions that it was trained on, and beyond these.
+
+    A cell has both: up to position `trained` from half of it on, and up to twice as many.
+    """
+    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    rows = []
+    for arm, stage in names:
+        cells = []
+        for groups in heads:
+            own = at(lines, arm, stage, groups)
+            ends = own[0]["behaviour"]["positions"]
+            spans = [
+                {line["seed"]: _gaps_by_position(line)[ends.index(end)] for line in own}
+                for end in (trained, 2 * trained)
+            ]
+            cells.append("; ".join(show(span, "{:+.3f}") for span in spans))
+        rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
+    return markdown(["arm", *(f"{groups} heads" for groups in heads)], rows)
+
+
+def _gaps_by_position(line: Result) -> list[float]:
+    behaviour = line["behaviour"]
+    pairs = zip(behaviour["loss_by_position"], behaviour["parents_loss_by_position"], strict=True)
+    return [own - parents for own, parents in pairs]
+
+
 def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by the part that was trained, each at the best of its rates.
 

@@ -11,7 +11,9 @@ from scripts.study.page_tables import (
     by_heads,
     by_parent,
     by_part,
+    by_position,
     by_rate,
+    by_rates,
     by_tokens,
     counted,
     distances,
@@ -74,6 +76,7 @@ LONGEST_TRAINED: tuple[tuple[str, StageKey], ...] = (
 )
 """Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
 the default."""
+LARGER = tuple(model for model in LONGEST_TRAINED if model[1] != (0.0025, "distill"))
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
@@ -91,6 +94,41 @@ def tokens_per_parameter(results: Path) -> str:
         loss = of_seeds(lines, "parent_loss")
         rows.append([tokens, str(len(loss)), show(loss, "{:.3f}"), *cells])
     return markdown(["tokens per parameter", "parents", "their loss", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
+
+
+def twenty(results: Path) -> list[Result]:
+    """Return the lines of the longest-trained parents: of the main settings, and of more rates."""
+    rates = [line | {"arm": "mean" if line["arm"] == "recipe" else line["arm"]} for line in read(results / RATES)]
+    return [*read(results / "twenty.jsonl"), *rates]
+
+
+RATES = "twenty_rates.jsonl"
+SAME_TRAINING = (
+    ("1", "4.2 M", ("parts", "mean"), ("parts", "default")),
+    ("1", "15 M", ("larger", "mean"), ("larger", "default")),
+    ("7", "4.2 M", ("behaviour", "mean"), ("refine_longer", "refined 65536")),
+    ("20", "4.2 M", ("twenty", "mean"), ("twenty", "default")),
+)
+"""Tokens per parameter and size of parents, and the plan and arm of the mean and of the default, distilled alike."""
+
+
+def same_training(results: Path) -> str:
+    """Return the table of the mean and the default after the same distillation of attention, by the parents."""
+    rows = []
+    for tokens, size, *ways in SAME_TRAINING:
+        found = []
+        for plan, arm in ways:
+            lines = twenty(results) if plan == "twenty" else read(results / f"{plan}.jsonl")
+            found.append(
+                [x for x in lines if x["arm"] == arm and x["parent"] == "parent" and x["trainable"] == "attention"]
+            )
+        cells = []
+        for groups in (4, 2, 1):
+            mean, own = (gaps(at(lines, lines[0]["arm"], (0.01, "distill"), groups)) for lines in found)
+            less = {seed: 1 - own[seed] / mean[seed] for seed in mean.keys() & own.keys()}
+            cells.append(f"{show(mean, '{:.3f}')}; {show(own, '{:.3f}')}; {show(less, '{:.0%}')}" if less else "–")
+        rows.append([tokens, size, *cells])
+    return markdown(["tokens per parameter", "parameters", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
 
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
@@ -161,6 +199,8 @@ FIELD = (
     ("short", "mean", "mean (Ainslie et al.; AverageKV)"),
     ("parts", "mean", "mean, attention distilled at 2e-3"),
     ("merges", "pca-weights", "truncated SVD of the weights"),
+    ("short", "mean-norm", "mean, norms of the heads restored"),
+    ("short", "pca-spread", "PCA of what the heads compute, calibrated"),
     ("short", "aligned-spread", "heads aligned, then their mean (Jin et al.)"),
     ("merges", "aligned-weights", "heads aligned by the weights, then their mean"),
     ("latent", "svd", "latent attention, SVD of the weights"),
@@ -256,8 +296,12 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
     "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
     "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
-    "twenty": lambda folder: by_heads(read(folder / "twenty.jsonl")),
-    "twenty_distance": lambda folder: distances(read(folder / "twenty.jsonl"), LONGEST_TRAINED),
+    "twenty": lambda folder: by_heads(twenty(folder)),
+    "twenty_rates": lambda folder: by_rates(twenty(folder)),
+    "twenty_distance": lambda folder: distances(twenty(folder), LONGEST_TRAINED),
+    "twenty_positions": lambda folder: by_position(twenty(folder), LONGEST_TRAINED, 256),
+    "larger_positions": lambda folder: by_position(read(folder / "larger.jsonl"), LARGER, 256),
+    "same_training": same_training,
     "tokens_per_parameter": tokens_per_parameter,
     "larger": lambda folder: by_heads(read(folder / "larger.jsonl")),
     "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
