@@ -47,6 +47,7 @@ def write_jsonl(path, records, opener=open):
 def test_registry():
     assert [format_of(f"a{find_reader(name).SUFFIXES[0]}") for name in READERS] == list(READERS)
     assert format_of("a.jsonl.gz") == format_of("a.jsonl.zst") == "jsonl"
+    assert format_of("c4.json.gz") == format_of("a.JSON") == format_of("a.ndjson.xz") == "jsonl"
     assert format_of("README.md") is format_of("jsonl") is None
 
 
@@ -81,6 +82,21 @@ def test_jsonl_compressed(tmp_path, suffix, opener):
     assert read_all("jsonl", path) == expected
     path.write_bytes(path.read_bytes() * 2)  # two members
     assert read_all("jsonl", path) == expected + [(f"{path}:{i + 7}", t or EMPTY) for i, t in enumerate(TEXTS, 1)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n{"text": "a"}\n', b'{"text": "a,\n{"text": "b"}\n', b'{"text": "a"}\n[1]\n', b"", b"\n", b"3\n",
+        b'{"text": "' + b"[" * 100_000 + b'"}\n', b'{"text": "a"}\n\n  {"text": "b"}', b"{}\n" * 2, b"{",
+    ],
+)  # fmt: skip
+def test_jsonl_is_not_taken_for_other_json(tmp_path, content):
+    """A bad line is a bad record, whose place is told."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    documents = read_all("jsonl", path)
+    assert len(documents) == len(content.splitlines())
 
 
 def test_jsonl_zst(tmp_path):
