@@ -335,6 +335,8 @@ def test_hub_without_network(prepare):
     prepare("hub:nobody/nothing:train").refused(
         "hub:nobody/nothing:train cannot be loaded (", "hf download --repo-type dataset nobody/nothing"
     )
+    for name in ("hub:a:b:train[:1%]", "hub:a:train[10:20]", "hub:a:train[:1%]+test"):
+        prepare(name).refused(f"{name}: a part of a split cannot be named; leave out [", "--tokens N` takes its first")
     prepare("hub:a:b:c:d").refused("hub:a:b:c:d is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT")
 
 
