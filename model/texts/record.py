@@ -30,7 +30,7 @@ NULL, EMPTY, BLANK = Problem("null", bad=False), Problem("empty", bad=False), Pr
 Document = str | Integers | Problem
 
 
-class OtherLabels(np.ndarray):  # type: ignore[type-arg]
+class OtherLabels(np.ndarray):
     """Token ids of a record whose labels are others, such as −100 for a prompt. All of them are trained on."""
 
 
