@@ -81,7 +81,7 @@ def merge_options(command: Command) -> Command:
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit. shipped: a mixture that comes with "
                      "Groupwise. self: the model writes it, which needs the whole model in memory. Or a .jsonl, "
-                     ".parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
+                     ".json, .parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
                      "self+TEXT, …: windows of each in turn. none: no text; without --method, this is the "
                      "paper's mean.  [default: shipped]"),
         _calibration_tokens_option,

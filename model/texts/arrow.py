@@ -39,11 +39,11 @@ def _map(path: str) -> Iterator[tuple[Any, bool]]:
 
 
 @contextmanager
-def _open(path: str, column: int | None = None) -> Iterator[Any]:
-    """Open a file for its record batches, with one column or all. Compressed columns are unpacked as they are read."""
+def _open(path: str, fields: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Open a file for its record batches, with some columns or all. Compressed ones are unpacked when read."""
     import pyarrow as pa
 
-    options = pa.ipc.IpcReadOptions(included_fields=[] if column is None else [column])
+    options = pa.ipc.IpcReadOptions(included_fields=list(fields))
     with _map(path) as (mapped, is_file):
         mapped.seek(0)
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(mapped, options=options) as opened:
@@ -66,21 +66,21 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
 
 def read(piece: Piece, text_column: str) -> Iterator[Read]:
     with _open(piece.path) as stream:
-        name = columns.choose(stream.schema, text_column, piece.path)
-        column = stream.schema.names.index(name)
+        names = columns.choose(stream.schema, text_column, piece.path)
+        fields = tuple(map(stream.schema.names.index, names))
 
     def batches(stream: Any) -> Iterator[Any]:
-        return (batch.select([name]) for batch in islice(stream, piece.begin, piece.end))
+        return (batch.select(names) for batch in islice(stream, piece.begin, piece.end))
 
-    with _open(piece.path, column) as stream:
+    with _open(piece.path, fields) as stream:
         n_rows = sum(batch.num_rows for batch in batches(stream))
-    with _open(piece.path, column) as stream:
+    with _open(piece.path, fields) as stream:
         # Arrow itself believes offsets, and would read beyond its memory.
         checked = (columns.checked(batch) for batch in batches(stream))
-        yield from columns.read(piece, name, checked, n_rows)
+        yield from columns.read(piece, names, checked, n_rows)
 
 
 def place(piece: Piece, row: int) -> str:
-    with _open(piece.path, 0) as stream:
+    with _open(piece.path, (0,)) as stream:
         before = sum(batch.num_rows for batch in islice(stream, piece.begin))
     return f"{piece.path}:row {before + row}"

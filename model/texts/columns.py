@@ -9,7 +9,19 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from model.common.errors import InputError
-from model.texts.record import EMPTY, NULL, TOKEN_IDS, Document, Piece, Problem, Read, some
+from model.texts.record import (
+    EMPTY,
+    LABELS,
+    MASK,
+    NULL,
+    TOKEN_IDS,
+    Document,
+    Piece,
+    Problem,
+    Read,
+    some,
+    without_padding,
+)
 
 _SLICE_BYTES = 4 << 20
 
@@ -27,9 +39,12 @@ def refusing_damage(path: str) -> Iterator[None]:
         ) from error
 
 
-def choose(schema: Any, text_column: str, path: str) -> str:
-    """Return the name of the text column, or of the column of token ids. Raises InputError if neither is usable."""
-    for name in (text_column, TOKEN_IDS):
+def choose(schema: Any, text_column: str, path: str) -> list[str]:
+    """Return the name of the text column, or of the columns of token ids, their mask and their labels.
+
+    Raises InputError if neither text nor ids are usable. Labels that are not lists are of whole records, and left out.
+    """
+    for name in (text_column,) if text_column in schema.names else (text_column, TOKEN_IDS, MASK, LABELS):
         if schema.names.count(name) > 1:
             raise InputError(f"{path} has {schema.names.count(name)} columns {name!r}; rename all but one.")
     if text_column in schema.names:
@@ -39,7 +54,7 @@ def choose(schema: Any, text_column: str, path: str) -> str:
                 f"{path}: column {text_column!r} is {type_}, not text; save it as strings, or name another "
                 "column (`uptrain prepare` takes --text-column)."
             )
-        return text_column
+        return [text_column]
     if TOKEN_IDS not in schema.names:
         raise InputError(
             f"{path}: no column {text_column!r} among {some(schema.names)}; rename the column of the text to it "
@@ -48,7 +63,15 @@ def choose(schema: Any, text_column: str, path: str) -> str:
     type_ = schema.field(TOKEN_IDS).type
     if not _is_list_of_integers(type_):
         raise InputError(f"{path}: column {TOKEN_IDS!r} is {type_}, not lists of whole numbers.")
-    return TOKEN_IDS
+    names = [TOKEN_IDS]
+    if MASK in schema.names:
+        type_ = schema.field(MASK).type
+        if not _is_list_of_integers(type_, or_booleans=True):
+            raise InputError(f"{path}: column {MASK!r} is {type_}, not lists of 0 and 1.")
+        names.append(MASK)
+    if LABELS in schema.names and _is_list_of_integers(schema.field(LABELS).type):
+        names.append(LABELS)
+    return names
 
 
 def _is_text(type_: Any) -> bool:
@@ -57,33 +80,49 @@ def _is_text(type_: Any) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 
-def _is_list_of_integers(type_: Any) -> bool:
+def _is_list_of_integers(type_: Any, or_booleans: bool = False) -> bool:
     kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(type_) for is_kind in kinds) and bool(pa.types.is_integer(type_.value_type))
+    if not any(is_kind(type_) for is_kind in kinds):
+        return False
+    return bool(pa.types.is_integer(type_.value_type) or (or_booleans and pa.types.is_boolean(type_.value_type)))
 
 
-def read(piece: Piece, name: str, batches: Iterator[Any], n_rows: int) -> Iterator[Read]:
-    """Yield the records of a piece's batches from the column `name`."""
+def read(piece: Piece, names: list[str], batches: Iterator[Any], n_rows: int) -> Iterator[Read]:
+    """Yield the records of a piece's batches from the columns that `choose` named."""
     row = 0
     with refusing_damage(piece.path):
         for batch in batches:
-            for document in documents(batch.column(name)):
+            for document in documents(batch.column(names[0])) if len(names) == 1 else _masked(batch, names):
                 row += 1
                 yield Read(row, piece.nbytes * row // n_rows, document)
 
 
+def _masked(batch: Any, names: list[str]) -> Iterator[Document]:
+    """Yield the documents of a batch of token ids with a mask or labels."""
+    for row, ids in enumerate(documents(batch.column(TOKEN_IDS))):
+        if not isinstance(ids, np.ndarray):
+            yield ids
+            continue
+        beside = {name: _token_ids(batch.column(name)[row], name) for name in names[1:]}
+        bad = next((value for value in beside.values() if isinstance(value, Problem) and value.bad), None)
+        arrays = {name: value for name, value in beside.items() if isinstance(value, np.ndarray)}
+        empty = np.empty(0, np.int64)
+        mask, labels = (empty if beside.get(name) is EMPTY else arrays.get(name) for name in (MASK, LABELS))
+        yield bad or without_padding(ids, mask, labels)
+
+
 def checked(batch: Any) -> Any:
-    """Return a record batch of one column if its buffers are as long as the column needs. Raises ArrowInvalid if not.
+    """Return a record batch if its buffers are as long as its columns need. Raises ArrowInvalid if not.
 
     No offset or index may lead out of its memory. Invalid UTF-8 is no error here: it is a problem of its document
     alone.
     """
     batch.validate()
-    (column,) = batch.columns
-    if pa.types.is_dictionary(column.type):
-        _check_indices(column)
-        column = column.dictionary
-    (column.view(_bytes_of(column.type)) if _is_text(column.type) else column).validate(full=True)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            _check_indices(column)
+            column = column.dictionary
+        (column.view(_bytes_of(column.type)) if _is_text(column.type) else column).validate(full=True)
     return batch
 
 
@@ -130,12 +169,12 @@ def _text(value: Any) -> str | Problem | None:
     return text
 
 
-def _token_ids(value: Any) -> Document:
+def _token_ids(value: Any, name: str = TOKEN_IDS) -> Document:
     if not value.is_valid:
         return NULL
     if value.values.null_count:
-        return Problem(f"nulls among the numbers of {TOKEN_IDS!r}")
+        return Problem(f"nulls among the numbers of {name!r}")
     ids = value.values.to_numpy(zero_copy_only=False)
     if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
-        return Problem(f"the number {ids.max()} in {TOKEN_IDS!r}, which is no token id")
+        return Problem(f"the number {ids.max()} in {name!r}, which is no token id")
     return ids.astype(np.int64, copy=False) if ids.size else EMPTY

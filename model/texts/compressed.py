@@ -113,6 +113,8 @@ KINDS: dict[str, Callable[[], "_Gzip | _Xz | _Zstd"]] = {".gz": _Gzip, ".xz": _X
 """Suffix → the class that decompresses one member of the file."""
 
 SUFFIXES = tuple(KINDS)
+COMMANDS = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc"}
+"""Suffix → the command that decompresses a file, for messages."""
 
 
 def check(path: str) -> None:

@@ -14,6 +14,11 @@ def hub_files(text: str) -> tuple[str, ...]:
 
     Raises InputError, with a command that fetches them, if this fails.
     """
+    if "[" in text.removeprefix(HUB).partition(":")[2]:  # its colon would be taken for a separator
+        raise InputError(
+            f"{text}: a part of a split cannot be named; leave out {text[text.index('[') :]} and take the whole split "
+            "(`uptrain prepare --tokens N` takes its first N tokens)."
+        )
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:

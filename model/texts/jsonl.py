@@ -1,27 +1,44 @@
 """Read JSON Lines, one object per line: plain, gzip, xz or zstd. Lines end with LF or CRLF; a BOM is skipped.
 
-We parse line by line ourselves, since libraries stop at a bad line without its number.
+Many corpora call such files .json (C4, Dolma) or .ndjson. A .json file may also be an array, or one object over several
+lines: both are refused by the first bytes of the file. We parse line by line ourselves, since libraries stop at a bad
+line without its number.
 """
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from model.common.errors import InputError
 from model.texts import compressed
 from model.texts.record import BLANK, Document, Piece, Problem, Read, document
 
-SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in compressed.SUFFIXES))
+SUFFIXES = tuple(
+    f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *compressed.SUFFIXES)
+)
 BOM = b"\xef\xbb\xbf"
 COUNT_BYTES = 1 << 20
+HEAD_BYTES = 1 << 16
+"""Bytes at the beginning of a file that tell JSON Lines from other JSON."""
 MAX_CONTAINERS = 1_000_000
 """Largest number of objects and lists in a line. An empty one of 2 bytes takes 64 in memory."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?')  # one without an end, too: it is read once
+_OVER_LINES = re.compile(rb'\{(?:[^\n]*[{\[,:])?[ \t\r]*\n(?:\s*["}\]\-0-9]|[ \t]+[{\[])')
+"""A line that ends within an object, and a next one that goes on with it, since no record begins so."""
+_RECORDS = re.compile(rb"\{[^\n]*\}[ \t\r]*\n\s*\{|\[\s*\{")
+"""Two lines that begin and end as records, or an array of objects."""
 
 
 def split(path: str, piece_bytes: int) -> list[Piece]:
-    """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed file is one piece."""
+    """Divide a plain file by bytes; a line belongs to the piece in which it begins. A compressed file is one piece.
+
+    Raises InputError for a file that begins as JSON of another form: an array, or an object over several lines.
+    """
+    _check_head(path)
     size = Path(path).stat().st_size
     if compressed.is_compressed(path):
         return [Piece(path, 0, size, size)]
@@ -39,6 +56,33 @@ def read(piece: Piece, text_column: str) -> Iterator[Read]:
 
 def place(piece: Piece, row: int) -> str:
     return f"{piece.path}:{_lines_before(piece) + row}"
+
+
+def holds_records(path: str) -> bool:
+    """Return whether a plain file begins as several records do, and not as a config or other single object.
+
+    An array of records counts, so that it is refused and not left out.
+    """
+    return _RECORDS.match(_head(path)) is not None
+
+
+def _head(path: str) -> bytes:
+    with compressed.open_file(path) as file, suppress(EOFError):  # which `read` reports, if it comes so far
+        return file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
+    return b""
+
+
+def _check_head(path: str) -> None:
+    head = _head(path)
+    if head.startswith(b"["):
+        form, query = "a JSON array", ".[]"
+    elif _OVER_LINES.match(head):
+        form, query = "JSON with an object over several lines", "."
+    else:
+        return
+    file, unpack = shlex.quote(path), compressed.COMMANDS.get(Path(path).suffix.lower())
+    command = f"{unpack} {file} | jq -c {query!r}" if unpack else f"jq -c {query!r} {file}"
+    raise InputError(f"{path} is {form}; write one object per line: {command}")
 
 
 def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:

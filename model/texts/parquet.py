@@ -31,9 +31,9 @@ def read(piece: Piece, text_column: str) -> Iterator[Read]:
         n_bytes = sum(file.metadata.row_group(i).total_byte_size for i in groups)
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * n_rows // max(n_bytes, 1)))
         with columns.refusing_damage(piece.path):
-            name = columns.choose(file.schema_arrow, text_column, piece.path)
-        batches = file.iter_batches(batch_rows, row_groups=list(groups), columns=[name])
-        yield from columns.read(piece, name, batches, n_rows)
+            names = columns.choose(file.schema_arrow, text_column, piece.path)
+        batches = file.iter_batches(batch_rows, row_groups=list(groups), columns=names)
+        yield from columns.read(piece, names, batches, n_rows)
 
 
 def place(piece: Piece, row: int) -> str:

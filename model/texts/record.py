@@ -11,6 +11,8 @@ from model.common.checks import short_repr
 
 TOKEN_IDS = "input_ids"
 """Column of tokenised records, as Hugging Face datasets name it."""
+MASK, LABELS = "attention_mask", "labels"
+"""Columns beside it, if there are any: 0 where the ids are padding, and the ids to predict, or −100."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -26,6 +28,10 @@ class Problem(NamedTuple):
 NULL, EMPTY, BLANK = Problem("null", bad=False), Problem("empty", bad=False), Problem("blank lines", bad=False)
 
 Document = str | Integers | Problem
+
+
+class OtherLabels(np.ndarray):
+    """Token ids of a record whose labels are others, such as −100 for a prompt. All of them are trained on."""
 
 
 class Read(NamedTuple):
@@ -95,6 +101,50 @@ def token_ids(value: Any) -> Document:
         return Problem(NO_IDS)
 
 
+def without_padding(ids: Integers, mask: Integers | None, labels: Integers | None) -> Document:
+    """Return token ids without those at either end that the mask, 0 or 1 for each, marks as padding.
+
+    The result is a Problem for another mask. If the labels differ, it is OtherLabels.
+    """
+    begin, end = 0, len(ids)
+    if mask is not None:
+        if len(mask) != len(ids):
+            return Problem(f"{MASK!r} has {len(mask):,} numbers, and {TOKEN_IDS!r} has {len(ids):,}")
+        if ((mask != 0) & (mask != 1)).any():
+            return Problem(f"{MASK!r} holds other numbers than 0 and 1")
+        ones = np.flatnonzero(mask)
+        if not len(ones):
+            return EMPTY
+        begin, end = int(ones[0]), int(ones[-1]) + 1
+        if end - begin != len(ones):
+            zero = begin + int(mask[begin:end].argmin())
+            return Problem(f"{MASK!r} is 0 at position {zero}, between ones; only padding at the ends can be left out")
+    kept = ids[begin:end]
+    if labels is None or (len(labels) == len(ids) and np.array_equal(labels[begin:end], kept)):
+        return kept
+    return kept.view(OtherLabels)
+
+
+def _integers(value: Any) -> Integers | None:
+    """Return a list of whole numbers or of true and false as an array; None for anything else."""
+    if not isinstance(value, list) or any(type(number) not in (int, bool) for number in value):
+        return None
+    try:
+        return np.asarray(value, dtype=np.int64)
+    except OverflowError:
+        return None
+
+
+def _masked(record: dict[str, Any]) -> Document:
+    ids = token_ids(record[TOKEN_IDS])
+    if not isinstance(ids, np.ndarray) or not (MASK in record or LABELS in record):
+        return ids
+    mask, labels = (_integers(record.get(name)) for name in (MASK, LABELS))
+    if mask is None and record.get(MASK) is not None:
+        return Problem(f"field {MASK!r} is not a list of 0 and 1")
+    return without_padding(ids, mask, labels)
+
+
 def document(record: Any, text_column: str) -> Document:
     """Return the document of a JSON record: its text, otherwise its token ids."""
     if not isinstance(record, dict):
@@ -105,7 +155,7 @@ def document(record: Any, text_column: str) -> Document:
             return text or EMPTY
         return NULL if text is None else Problem(f"field {text_column!r} is {kind_of(text)}, not a string")
     if TOKEN_IDS in record:
-        return token_ids(record[TOKEN_IDS])
+        return _masked(record)
     return Problem(
         f"no field {text_column!r} among {some(list(record))}; name the field of the text with `uptrain prepare "
         f"--text-column`, or rename it to {text_column!r}"

@@ -2,6 +2,9 @@
 
 PATH                          a file, a folder of files of one format, or a folder of `datasets.save_to_disk`
 hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
+
+In a folder, a .json file that does not begin as records do (a config, or dataset_info.json of `datasets`) is left out,
+and reported. Where a folder has nothing else, it is read, so that an error says why it is no text.
 """
 
 import json
@@ -14,7 +17,7 @@ from typing import Any
 from model.common.errors import InputError
 from model.common.files import check_name, is_plain_name
 from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
-from model.texts import READERS, compressed, find_reader, format_of
+from model.texts import READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
 
 ARROW = "arrow"
@@ -29,7 +32,7 @@ class TextFiles:
     """Name in `READERS`."""
     files: tuple[str, ...]
     ignored: tuple[str, ...] = ()
-    """Files of a folder with an unknown format."""
+    """Files of a folder that are left out: see `why_ignored`."""
 
 
 def find_files(name: str, option: str) -> TextFiles:
@@ -68,7 +71,7 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
     for path in _visible_files(folder):
         is_special = path.exists() and not path.is_file()  # a pipe or a device
         formats.setdefault(None if is_special else format_of(path.name), []).append(str(path))
-    ignored = tuple(formats.pop(None, ()))
+    ignored = (*formats.pop(None, ()), *_set_aside(formats))
     if not formats:
         raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")
     if len(formats) > 1:
@@ -76,6 +79,30 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format.")
     ((name, paths),) = formats.items()
     return TextFiles(str(folder), str(name), _check_readable(tuple(paths)), ignored)
+
+
+def why_ignored(file: str) -> str:
+    return "JSON, but not one object per line" if _is_json(file) else "not a known format"
+
+
+def _is_json(file: str) -> bool:
+    return file.lower().endswith(".json")
+
+
+def _set_aside(formats: dict[str | None, list[str]]) -> list[str]:
+    """Take the .json files that hold no records out of the files by format, and return them, if others are left."""
+    other = [path for path in formats.get("jsonl", ()) if _is_json(path) and not _holds_records(path)]
+    if not other or len(other) == sum(map(len, formats.values())):
+        return []
+    formats["jsonl"] = [path for path in formats["jsonl"] if path not in set(other)]
+    if not formats["jsonl"]:
+        del formats["jsonl"]
+    return other
+
+
+def _holds_records(path: str) -> bool:
+    _check_readable((path,))
+    return jsonl.holds_records(path)
 
 
 def _visible_files(folder: Path, within: tuple[Path, ...] = ()) -> Iterator[Path]:
@@ -128,4 +155,7 @@ def _check_readable(files: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _known_suffixes() -> str:
-    return ", ".join(suffix for name in READERS for suffix in find_reader(name).SUFFIXES)
+    suffixes = [suffix for name in READERS for suffix in find_reader(name).SUFFIXES]
+    plain = [suffix for suffix in suffixes if not compressed.is_compressed(suffix)]
+    packable = [suffix for suffix in plain if f"{suffix}{compressed.SUFFIXES[0]}" in suffixes]
+    return f"{', '.join(plain)} ({', '.join(packable)} also with {', '.join(compressed.SUFFIXES)})"

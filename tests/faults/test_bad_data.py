@@ -1,5 +1,6 @@
 """Bad data gets one clear line with its place, or is skipped and counted."""
 
+import gzip
 import json
 import os
 
@@ -196,8 +197,15 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("a.jsonl=0", ["a weight must be above 0"]),
         ("a.jsonl=-1", ["a weight must be above 0"]),
         ("a.jsonl=1/0", ["'1/0' is no weight"]),
-        ("a.csv", ["a.csv: not a known format; known are .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet, .txt"]),
+        (
+            "a.csv",
+            ["a.csv: not a known format; known are .jsonl, .ndjson, .json, .parquet, .txt", "also with .gz, .xz, .zst"],
+        ),
         ("empty", ["no file of a known format"]),
+        ("json beside txt", ["files of several formats: 1 jsonl (e.g. ", "a.json), 1 txt"]),
+        ("array beside lines", ["array beside lines/a.json is a JSON array; write one object per line: jq -c '.[]' "]),
+        ("config alone", ["config.json is JSON with an object over several lines; write one object per line: jq -c "]),
+        ("info alone", ["dataset_info.json:1: no field 'text' among 'description'"]),
         ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
@@ -215,6 +223,10 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
     for name, files in {
         "empty": {"README.md": ""},
         "mixed": {"a.jsonl": "", "b.txt": ""},
+        "json beside txt": {"a.json": line().decode() * 2, "b.txt": ""},
+        "array beside lines": {"a.json": '[\n {"text": "a"}\n]', "b.jsonl": line().decode()},
+        "config alone": {"config.json": '{\n  "a": 1\n}'},
+        "info alone": {"dataset_info.json": '{"description": ""}'},
         "dict": {"dataset_dict.json": '{"splits": ["train", "test"]}'},
         "torn": {"state.json": "{"},
         "deep": {"state.json": "[" * 100_000},
@@ -229,6 +241,44 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
             (tmp_path / name / file).write_text(content)
     prepare(tmp_path / data).refused(str(tmp_path / data).split("=")[0], *words)
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("content", "form", "query"),
+    [
+        ('[{"text": "a"}]', "a JSON array", "'.[]'"),
+        ('\ufeff\n [\n {"text": "a"},\n {"text": "b"}]', "a JSON array", "'.[]'"),
+        ('{\n  "text": "a",\n  "id": 1\n}\n', "JSON with an object over several lines", "'.'"),
+        ('{\r\n "text": "a"}', "JSON with an object over several lines", "'.'"),
+        ('{"text": "a", "ids": [\n 1, 2]}', "JSON with an object over several lines", "'.'"),
+        ('{"rows": [\n {"text": "a"}]}', "JSON with an object over several lines", "'.'"),
+    ],
+)
+def test_json_of_another_form(prepare, tmp_path, packed, content, form, query):
+    path = tmp_path / ("a b.json.gz" if packed else "a b.json")
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    quoted = f"gzip -dc '{path}' | jq -c {query}" if packed else f"jq -c {query} '{path}'"
+    prepare(path).refused(f"Error: {path} is {form}; write one object per line: {quoted}")
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_json_that_is_no_text_beside_texts(prepare, tmp_path):
+    """It is left out, and reported: configs and tokenizers, and what `datasets` writes beside its files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    others = {
+        "config.json": '{\n  "a": 1\n}', "dataset_info.json": '{"text": "no text"}', "labels.json": '["a", "b"]',
+        "empty.json": "", "state.of.json": "3",
+    }  # fmt: skip
+    for name, content in {**others, "x.json": line().decode() * 2, "y.ndjson": line().decode()}.items():
+        (folder / name).write_text(content)
+    (folder / "z.json.gz").write_bytes(gzip.compress(line()))
+    result = prepare(folder, options=("--json",)).succeeded()
+    summary = json.loads(result.out)
+    assert summary["ignored"] == [str(folder / name) for name in sorted(others)]
+    assert summary["documents"] == 4
+    assert "labels.json: JSON, but not one object per line" in prepare(folder).succeeded().out.replace("\n", "")
 
 
 def test_a_folder_of_texts_with_links(prepare, tmp_path):
@@ -285,6 +335,8 @@ def test_hub_without_network(prepare):
     prepare("hub:nobody/nothing:train").refused(
         "hub:nobody/nothing:train cannot be loaded (", "hf download --repo-type dataset nobody/nothing"
     )
+    for name in ("hub:a:b:train[:1%]", "hub:a:train[10:20]", "hub:a:train[:1%]+test"):
+        prepare(name).refused(f"{name}: a part of a split cannot be named; leave out [", "--tokens N` takes its first")
     prepare("hub:a:b:c:d").refused("hub:a:b:c:d is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT")
 
 

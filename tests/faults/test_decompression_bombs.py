@@ -165,6 +165,6 @@ def test_everything_comes_out(suffix):
 
 def test_deep_json_as_calibration_text(convert, tmp_path):
     source = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"))
-    (tmp_path / "a.jsonl").write_text("[" * 100_000 + "\n" + json.dumps({"text": "a"}))
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 100_000 + "\n" + json.dumps({"text": "a"}))
     command = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", "--calibration")
     convert(*command, tmp_path / "a.jsonl").refused("a.jsonl:1: not valid JSON: nested too deeply")

@@ -16,7 +16,7 @@ from model.common.errors import InputError
 from model.texts import READERS, Problem, find_reader, format_of, jsonl
 from model.texts.columns import documents, refusing_damage
 from model.texts.jsonl import parse
-from model.texts.record import BLANK, EMPTY, NULL, token_ids
+from model.texts.record import BLANK, EMPTY, NULL, OtherLabels, token_ids
 
 TEXTS = ["one", "two\r\nlines", "", "drei 🙂", "x" * 5000, "\u2028 \x85 \x0b", "end"]
 
@@ -47,6 +47,7 @@ def write_jsonl(path, records, opener=open):
 def test_registry():
     assert [format_of(f"a{find_reader(name).SUFFIXES[0]}") for name in READERS] == list(READERS)
     assert format_of("a.jsonl.gz") == format_of("a.jsonl.zst") == "jsonl"
+    assert format_of("c4.json.gz") == format_of("a.JSON") == format_of("a.ndjson.xz") == "jsonl"
     assert format_of("README.md") is format_of("jsonl") is None
 
 
@@ -81,6 +82,21 @@ def test_jsonl_compressed(tmp_path, suffix, opener):
     assert read_all("jsonl", path) == expected
     path.write_bytes(path.read_bytes() * 2)  # two members
     assert read_all("jsonl", path) == expected + [(f"{path}:{i + 7}", t or EMPTY) for i, t in enumerate(TEXTS, 1)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{\n{"text": "a"}\n', b'{"text": "a,\n{"text": "b"}\n', b'{"text": "a"}\n[1]\n', b"", b"\n", b"3\n",
+        b'{"text": "' + b"[" * 100_000 + b'"}\n', b'{"text": "a"}\n\n  {"text": "b"}', b"{}\n" * 2, b"{",
+    ],
+)  # fmt: skip
+def test_jsonl_is_not_taken_for_other_json(tmp_path, content):
+    """A bad line is a bad record, whose place is told."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    documents = read_all("jsonl", path)
+    assert len(documents) == len(content.splitlines())
 
 
 def test_jsonl_zst(tmp_path):
@@ -191,6 +207,55 @@ def test_jsonl_line_that_is_a_document():
     assert parse(b'{"text": 1, "body": "b"}\n', "body") == "b"
     assert parse(b'{"input_ids": [3, 4], "text": "text first"}\n', "text") == "text first"
     assert parse(b'{"input_ids": [3, 4]}\n', "text").tolist() == [3, 4]
+
+
+MASKED = [
+    ({"attention_mask": [1, 1, 0, 0]}, [5, 6]),
+    ({"attention_mask": [0, 1, 1, 0]}, [6, 7]),
+    ({"attention_mask": [1, 1, 1, 1]}, [5, 6, 7, 8]),
+    ({"attention_mask": [0, 0, 0, 0]}, EMPTY),
+    ({"attention_mask": None}, [5, 6, 7, 8]),
+    ({"attention_mask": [1, 0, 0, 1]}, "'attention_mask' is 0 at position 1, between ones"),
+    ({"attention_mask": [0, 1, 0, 1]}, "'attention_mask' is 0 at position 2, between ones"),
+    ({"attention_mask": [1, 1]}, "'attention_mask' has 2 numbers, and 'input_ids' has 4"),
+    ({"attention_mask": []}, "'attention_mask' has 0 numbers, and 'input_ids' has 4"),
+    ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' holds other numbers than 0 and 1"),
+    ({"attention_mask": [True, True, True, False]}, [5, 6, 7]),
+    ({"attention_mask": [1, 1, 0, 0], "labels": [5, 6, -100, -100]}, [5, 6]),
+    ({"attention_mask": [1, 1, 0, 0], "labels": [-100, 6, -100, -100]}, [5, 6]),
+    ({"labels": [5, 6, 7, 8]}, [5, 6, 7, 8]),
+    ({"labels": [9]}, [5, 6, 7, 8]),
+    ({"labels": 1}, [5, 6, 7, 8]),
+]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize(("beside", "expected"), MASKED)
+def test_padding_and_labels(tmp_path, name, beside, expected):
+    path, record = tmp_path / f"a.{name}", {"input_ids": [5, 6, 7, 8], **beside}
+    if name == "jsonl":
+        write_jsonl(path, [record])
+    else:
+        lists = {key: pa.array([value], pa.list_(pa.int64())) for key, value in record.items() if value in (None, [])}
+        columns_of(path, [pa.table({key: [value] for key, value in record.items()} | lists)], name)
+    reader = find_reader(name)
+    (document,) = (each.document for piece in reader.split(str(path), 1000) for each in reader.read(piece, "text"))
+    if isinstance(expected, str):
+        assert document.bad
+        assert document.reason.startswith(expected)
+    elif expected == EMPTY:
+        assert document == EMPTY
+    else:
+        assert document.tolist() == expected
+        assert isinstance(document, OtherLabels) == (beside.get("labels") in ([-100, 6, -100, -100], [9]))
+
+
+def test_texts_have_no_masks(tmp_path):
+    assert parse(b'{"text": "a", "attention_mask": [7], "labels": [1]}\n', "text") == "a"
+    assert (
+        parse(b'{"input_ids": [1], "attention_mask": "1"}', "text").reason
+        == "field 'attention_mask' is not a list of 0 and 1"
+    )
 
 
 def test_jsonl_bom_is_accepted_only_at_the_beginning(tmp_path):

@@ -384,6 +384,14 @@ def test_dropped_records_are_counted(make, tmp_path):
     assert (entry["documents"], entry["skipped"], entry["files"]) == (2, 0, 1)
 
 
+def test_padding_is_left_out_and_labels_are_warned_of(uptrain, tmp_path):
+    record = {"input_ids": [5, 6, 1, 1], "attention_mask": [1, 1, 0, 0], "labels": [-100, 6, -100, -100]}
+    path = write_jsonl(tmp_path / "a.jsonl", [record] * 3)
+    result = uptrain("prepare", "--data", path, "--vocab-size", 9, "--seq-len", 8, "--out", tmp_path / "out")
+    assert "Warning: 3 documents have labels other than their input_ids" in result.succeeded().err
+    assert documents_of(TokenCache.open(tmp_path / "out")) == [[5, 6]] * 3
+
+
 def test_source_checksum_is_that_of_the_file(make, source):
     import hashlib
 

@@ -184,6 +184,25 @@ def test_held_out_data_that_are_the_training_data(uptrain, tmp_path, model, text
     assert "Warning" not in uptrain(*arguments(model, texts, tmp_path / "run2", "--eval-data", other)).err
 
 
+def test_held_out_text_that_is_part_of_the_training_text(uptrain, tmp_path, model, texts):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, sentences in (("a", SENTENCES[::2]), ("b", SENTENCES[1::2])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences * 9))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(folder / "b.jsonl")
+    warned = uptrain(*arguments(model, folder, tmp_path / "run", "--eval-data", link)).succeeded()
+    assert f"Warning: {link} is in both --data and --eval-data, so held-out losses" in warned.err
+    assert "is part of the training data" not in warned.err, "warned of once"
+    caches = []
+    for name, data in (("train", (folder / "a.jsonl", link)), ("held", (folder / "b.jsonl",))):
+        words = [word for path in data for word in ("--data", path)]
+        uptrain("prepare", *words, "--tokenizer", model, "--seq-len", 16, "--out", tmp_path / name).succeeded()
+        caches.append(tmp_path / name)
+    warned = uptrain(*arguments(model, caches[0], tmp_path / "run2", "--eval-data", caches[1])).succeeded()
+    assert f"Warning: the held-out text {folder}/b.jsonl is part of the training data" in warned.err
+
+
 def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):
     """As to another machine, where nothing lies where it lay."""
     away = tmp_path / "away"

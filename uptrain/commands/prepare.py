@@ -72,10 +72,10 @@ SHOWN = 10
 def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.
 
-    Training maps the cache into memory. Texts are .jsonl and .txt files (also compressed: .gz, .xz, .zst), .parquet
-    files, and folders of `datasets.save_to_disk`. A record is a document, and so is a .txt file. A record that has
-    input_ids instead of a text is taken as token ids. If the command is killed, CACHE is not written; run the same
-    command again to continue.
+    Training maps the cache into memory. Texts are JSON Lines (.jsonl, .ndjson, .json) and .txt files (also compressed:
+    .gz, .xz, .zst), .parquet files, and folders of `datasets.save_to_disk`. A record is a document, and so is a .txt
+    file. A record that has input_ids instead of a text is taken as token ids. If the command is killed, CACHE is not
+    written; run the same command again to continue.
     """
     from uptrain.data.prepare.prepare import prepare
 
@@ -131,8 +131,10 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _ignored(files: list[str]) -> list[str]:
+    from model.texts.sources import why_ignored
+
     more = [f"and {len(files) - SHOWN:,} more"] * (len(files) > SHOWN)
-    return [*(f"{file}: not a known format" for file in files[:SHOWN]), *more]
+    return [*(f"{file}: {why_ignored(file)}" for file in files[:SHOWN]), *more]
 
 
 def _described(source: dict[str, Any]) -> str:

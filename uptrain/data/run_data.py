@@ -1,5 +1,6 @@
 """Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from model.texts.hub import HUB
 from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, TokenCache
+from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
 from uptrain.distributed.collectives import main_process_first
 from uptrain.distributed.signals import interruptible
 
@@ -57,15 +58,43 @@ def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
     """
     if is_cache(data) or (out / MANIFEST).is_file():
         return ""
-    here = tuple(source for source in data if not source.startswith(HUB))
-    files = [file for source in find_sources(here) for file in source.text.files] if here else []
-    nbytes, needed = sum(Path(file).stat().st_size for file in files), BYTES_PER_TOKEN * n_tokens
+    nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data)), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
         return ""
     return (
         f"all of --data, {size(nbytes)}, is tokenised first, though the run reads only about {size(needed)} of it. "
         f"`uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
     )
+
+
+def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
+    """Return a warning if a file is in both the training and the held-out texts, "" if not.
+
+    Caches and datasets of the hub are left to `shared_source_warning`, once they are made.
+    """
+    training, held_out = ({os.path.realpath(file): file for file in _files_here(texts)} for texts in (data, eval_data))
+    shared = [held_out[path] for path in held_out if path in training]
+    if not shared:
+        return ""
+    more = f", and {len(shared) - 1:,} more held-out files are" if len(shared) > 1 else " is"
+    return f"{shared[0]}{more} in both --data and --eval-data, so held-out losses will not be those of new text."
+
+
+def shared_source_warning(training: Manifest, held_out: Manifest) -> str:
+    """Return a warning if two caches were made of one source, by the manifests' hashes; "" if not."""
+    hashes = {source["sha256"] for source in training.sources if source["tokens"]}
+    shared = [source["path"] for source in held_out.sources if source["tokens"] and source["sha256"] in hashes]
+    if not shared:
+        return ""
+    return (
+        f"the held-out text {shared[0]} is part of the training data, so held-out losses will not be those of new text."
+    )
+
+
+def _files_here(data: Sequence[str]) -> list[str]:
+    """Return the files of texts, without those of datasets of the hub, which would be downloaded, and of a cache."""
+    here = () if is_cache(data) else tuple(source for source in data if not source.startswith(HUB))
+    return [file for source in find_sources(here) for file in source.text.files]
 
 
 def is_cache(data: Sequence[str]) -> bool:

@@ -21,7 +21,15 @@ from model.families import is_native
 from uptrain.budget.budget import few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import teacher_warning
 from uptrain.data.default_sizes import context_warning
-from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
+from uptrain.data.run_data import (
+    ensure_cache,
+    is_cache,
+    overlap_warning,
+    run_cache_folder,
+    seq_len_of,
+    shared_source_warning,
+    surplus_warning,
+)
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator, wants_sharding
@@ -66,6 +74,9 @@ def launch_new(options: RunOptions) -> None:
     eval_seq_len = seq_len_of(eval_data, folder, None) if is_cache(eval_data) else seq_len
     seq_lens = sorted({seq_len, eval_seq_len})
     _check_options(options, folder, settings, seq_lens)  # before texts are tokenised, which may take hours
+    overlap = overlap_warning(options.data, eval_data)
+    if is_first_process() and overlap:
+        warn(overlap)
     if eval_data:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
     if is_first_process() and (warning := surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))):
@@ -76,7 +87,7 @@ def launch_new(options: RunOptions) -> None:
     config = read_config(folder)[1]
     warnings = [
         few_steps_warning(options.budget, budget), context_warning(config, max(seq_lens)), _packing_warning(config),
-        *warnings_of(settings),
+        *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
@@ -189,12 +200,18 @@ def _packing_warning(config: dict[str, Any]) -> str | None:
     )
 
 
-def warnings_of(settings: Settings) -> list[str]:
-    """Return warnings about a run's data."""
+def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str]:
+    """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
     cache = TokenCache.open(Path(settings.data))
     warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
-    if settings.eval_data and TokenCache.open(Path(settings.eval_data)).manifest.sha256 == cache.manifest.sha256:
-        warnings.append("the held-out data are the training data, so held-out losses will not be those of new text.")
+    if settings.eval_data:
+        held_out = TokenCache.open(Path(settings.eval_data)).manifest
+        if held_out.sha256 == cache.manifest.sha256:
+            warnings.append(
+                "the held-out data are the training data, so held-out losses will not be those of new text."
+            )
+        elif not warned_of_overlap:
+            warnings.append(shared_source_warning(cache.manifest, held_out))
     return [warning for warning in warnings if warning]
 
 

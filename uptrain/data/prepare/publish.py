@@ -49,6 +49,11 @@ def publish(
         for pair in source_quota.taken(records)
     ]
     check_bad((records[unit.number] for unit, _ in taken), build.skip_bad, at_end=True)
+    if n_other := sum(records[unit.number].other_labels for unit, _ in taken):
+        console.warn(
+            f"{n_other:,} documents have labels other than their input_ids (such as -100 for a prompt). They are "
+            "ignored: all tokens of a document are trained on."
+        )
     checksums = _checksums(taken, staging, build.pool, quiet)
     for unit, _ in taken:
         check_unchanged(unit, records[unit.number].identity)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from model.common.errors import InputError
 from model.texts import Document, Piece, Problem, Reader, find_reader
-from model.texts.record import EMPTY, TOKEN_IDS
+from model.texts.record import EMPTY, TOKEN_IDS, OtherLabels
 from uptrain.data.prepare.tokenizer import Encoder
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged
 
@@ -57,7 +57,7 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> U
     check_unchanged(unit, identity)
     return UnitRecord(
         identity, shard.n_tokens, len(shard.starts), work.n_records, dict(work.dropped), work.skipped, work.first_bad,
-        tokens_sha256, documents_sha256,
+        tokens_sha256, documents_sha256, work.other_labels,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class _Work:
         self._job, self._shard, self._encoder, self._report = job, shard, encoder, report
         self._gathered: list[tuple[int, str | npt.NDArray[np.int64]]] = []
         """Documents of the current piece that are not written yet, each with its row."""
-        self.n_records = self.skipped = 0
+        self.n_records = self.skipped = self.other_labels = 0
         self.dropped: Counter[str] = Counter()
         self.first_bad = ""
 
@@ -120,6 +120,7 @@ class _Work:
             self.n_records += 1
             problem = self._problem(document)
             if problem is None:
+                self.other_labels += isinstance(document, OtherLabels)
                 self._gathered.append((row, document))  # type: ignore[arg-type]  # not a Problem
                 size += len(document)
             else:

@@ -55,6 +55,8 @@ class UnitRecord:
     """Position and reason of the first bad record; empty if there is none."""
     tokens_sha256: str
     documents_sha256: str
+    other_labels: int = 0
+    """Number of documents whose labels were others than their ids."""
 
 
 def file_identity(path: str) -> list[Any]:
