@@ -18,7 +18,7 @@ from model.common.errors import InputError
 from model.common.machine import world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.families import is_native
-from uptrain.budget.budget import few_steps_warning, repetition_warning
+from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import teacher_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, run_cache_folder, seq_len_of, surplus_warning
@@ -76,7 +76,7 @@ def launch_new(options: RunOptions) -> None:
     config = read_config(folder)[1]
     warnings = [
         few_steps_warning(options.budget, budget), context_warning(config, max(seq_lens)), _packing_warning(config),
-        *warnings_of(settings),
+        _evaluation_warning(settings, budget.tokens), *warnings_of(settings),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
@@ -187,6 +187,13 @@ def _packing_warning(config: dict[str, Any]) -> str | None:
         f"torch {torch.__version__} has no attention for packed documents with grouped heads, {slow}; install a newer "
         "torch."
     )
+
+
+def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
+    if not settings.eval_data:
+        return None
+    n_evaluations = -(-settings.steps // settings.eval_every) + 1  # before the first step, and after the last one too
+    return evaluation_warning(n_evaluations * TokenCache.open(Path(settings.eval_data)).manifest.n_tokens, n_tokens)
 
 
 def warnings_of(settings: Settings) -> list[str]:
