@@ -29,6 +29,9 @@ _CLOSE, _NEARLY = 0.05, 0.3
 class TransformersModel(nn.Module):
     """A causal language model of transformers with the interface of `LlamaForCausalLM`."""
 
+    product_dtype: torch.dtype | None = None
+    """The dtype that FSDP2 casts the inputs of layers to; None without it."""
+
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
         self.theirs = hf_model  # the prefix of tensor names in training checkpoints
@@ -116,18 +119,32 @@ class TransformersModel(nn.Module):
         self.check_packing(documents_BT.shape[1])
         allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
         assert allowed is not None
+        dtype = self._mask_dtype(allowed.device.type)
+        hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return {
+            "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
+            "position_ids": document_positions(documents_BT),
+        }
+
+    def _mask_dtype(self, device_type: str) -> torch.dtype:
+        """Return the dtype of a mask that is added to the scores.
+
+        torch's attention under autocast (or in FSDP2's layers) would cast a wider mask in each layer, and keep each
+        copy for the backward pass. Scores that a class computes itself may be float32, so the mask is so too.
+        """
+        config: Any = self.theirs.config
+        if config._attn_implementation == "sdpa":
+            if torch.is_autocast_enabled(device_type):
+                return torch.get_autocast_dtype(device_type)
+            if self.product_dtype is not None:
+                return self.product_dtype
         # The widest: states are float32 in training, and parameters that are not trained may be narrower. Then the
         # embedding knows the dtype of states, also where a teacher shares all of the student's parameters.
         dtypes = {parameter.dtype for parameter in self.parameters()}
         embedding: Any = self.theirs.get_input_embeddings()  # type: ignore[operator]
         if hasattr(embedding, "state_dtype"):
             dtypes.add(embedding.state_dtype)
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return {
-            "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
-            "position_ids": document_positions(documents_BT),
-        }
+        return functools.reduce(torch.promote_types, dtypes)
 
 
 def _length_dependent_contexts(config: Any) -> Iterator[int]:

@@ -14,7 +14,7 @@ from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
 from model.common.counts import format_count, parse_count
 from model.common.errors import InputError
-from uptrain.budget.budget import BudgetOptions, default_peak, make_budget
+from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
 from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
@@ -292,3 +292,9 @@ def test_rope_frequencies_are_no_parameters():
         TensorInfo("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (9,)),
     ]
     assert count_parameters(tensors) == 12
+
+
+def test_evaluations_of_more_than_a_fifth_are_warned_of():
+    assert evaluation_warning(20, 100) is None
+    words = "read 2,100 held-out tokens in all, and the training 10,000; a larger --eval-every or less --eval-data"
+    assert words in evaluation_warning(2100, 10_000)

@@ -180,7 +180,7 @@ def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptra
         out = tmp_path / f"out-{step}"
         result = uptrain("export", run, out, "--step", step).succeeded()
         wrote, following = result.out.splitlines()
-        assert wrote == f"Wrote {out}: the model after step {step}{where}, in bfloat16."
+        assert wrote == f"Wrote {out}: the model after step {step}{where}, in float32."
         assert following == f"Next: uptrain evaluate {out} --data HELD-OUT"
         assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()
 

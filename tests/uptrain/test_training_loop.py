@@ -153,3 +153,33 @@ def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
     assert len(places) == 1 + 4 * 3
     assert len(set(places[1:])) == 1
     assert torch.equal(parameter, plain.loss_module.table.weight)
+
+
+@pytest.mark.parametrize("fails", ["killed", "first save", "both saves"])
+def test_the_last_step_is_saved_before_the_last_evaluation(tmp_path, monkeypatch, fails):
+    """A run that is killed in it has lost nothing. A save that fails is tried again afterwards."""
+    saved, shown = [], []
+
+    def save(module, optimizer, state, keep):
+        saved.append(state["step"])
+        if fails == "both saves" or (fails == "first save" and len(saved) == 1):
+            raise SaveError("the disk is full")
+
+    def evaluate(training, step):
+        if step == STEPS:
+            assert saved == [STEPS]
+            if fails == "killed":
+                raise KeyboardInterrupt
+
+    training = make_training(tmp_path, STEPS, shown.append)
+    training.eval_cache, training.checkpoints.save = training.cache, save
+    monkeypatch.setattr(loop, "_evaluate_if_due", evaluate)
+    if fails == "first save":
+        assert train(training, RunState()) == "finished"
+    else:
+        with pytest.raises(KeyboardInterrupt if fails == "killed" else SaveError):
+            train(training, RunState())
+    assert saved == ([STEPS] if fails == "killed" else [STEPS, STEPS])
+    assert [r["step"] for r in shown if isinstance(r, dict) and r.get("event") == "not saved"] == (
+        [] if fails == "killed" else [STEPS]
+    )

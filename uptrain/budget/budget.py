@@ -135,6 +135,16 @@ def repetition_warning(epochs: float) -> str | None:
     return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
 
 
+def evaluation_warning(evaluated: int, trained: int) -> str | None:
+    """Return a warning if all evaluations of a run read more than a fifth of the tokens that it trains on."""
+    if 5 * evaluated <= trained:
+        return None
+    return (
+        f"the evaluations read {evaluated:,} held-out tokens in all, and the training {trained:,}; a larger "
+        "--eval-every or less --eval-data reduces them."
+    )
+
+
 def few_steps_warning(options: BudgetOptions, budget: Budget) -> str | None:
     """Return a warning if the original's batch leaves few steps."""
     if options.global_batch_tokens is not None or budget.steps >= FEW_STEPS:

@@ -25,12 +25,10 @@ FOLDER = PathType()
 @click.option(
     "--dtype",
     type=click.Choice(("bfloat16", "float32")),
-    default="bfloat16",
-    show_default=True,
-    help="Dtype of all weights, trained or not.",
+    help="Dtype of all weights, trained or not.  [default: MODEL's; bfloat16 for float16, and for a run with --init]",
 )
 @json_option("Print the record of the training as JSON.")
-def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -> None:
+def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: bool) -> None:
     """Write the model that RUN has trained as a Hugging Face folder.
 
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
@@ -40,9 +38,10 @@ def command(run: Path, out: Path, step: int | None, dtype: str, as_json: bool) -
 
     settings = Run.read(run).settings  # refused, as an OUT that exists, before torch is imported, which takes seconds
     refuse_existing(out, "choose another OUT")
-    from uptrain.export.export import export, find_checkpoint, stored_size
+    from uptrain.export.export import default_dtype, export, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
+    dtype = dtype or default_dtype(settings, run)
     progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
     with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
         record = export(run, checkpoint, out, dtype, progress)

@@ -1,14 +1,15 @@
 """Estimate the memory of a device from file headers, by a formula that is part of the output.
 
 Of a teacher, some rows are read too: parameters that equal the student's are in memory once. Only classes of
-transformers need torch: their modules say which frozen parameters are float32.
+transformers need torch: their modules say which frozen parameters are float32, and what is kept for the backward pass.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from model.checkpoint.latent_norm import without_latent_norm
@@ -28,6 +29,9 @@ from uptrain.estimates.parameter_counts import (
 )
 from uptrain.models.trainable_choices import DEFAULT_RANK
 from uptrain.models.trainable_parts import common_dtype, knows_attention, part_pattern
+
+if TYPE_CHECKING:
+    from uptrain.models.kept_activations import KeptBytes
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes of a trained parameter: float32 weight and gradient."""
@@ -127,6 +131,9 @@ class MemoryEstimator:
     lora_rank: int = DEFAULT_RANK
     wide: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
+    kept: "Callable[[str], KeptBytes | InputError] | None" = None
+    """Measures what transformers' class keeps when a part is trained, or returns why it cannot be measured. None: it is
+    estimated by the formula of the own decoder."""
 
     @classmethod
     def read(
@@ -149,8 +156,8 @@ class MemoryEstimator:
             )
         inner = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
         taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
-        wide = _read_wide(model, config)
-        return cls(tensors, taught, same, config, sizes, inner, seq_len, precision, optimizer, lora_rank, wide)
+        wide, kept = _read_wide(model, config), _measure_kept(model, config, seq_len, precision, lora_rank)
+        return cls(tensors, taught, same, config, sizes, inner, seq_len, precision, optimizer, lora_rank, wide, kept)
 
     def trained(self, part: str) -> list[TensorInfo]:
         """Return the parameters that are trained. Raises InputError if the model does not have the part."""
@@ -171,7 +178,7 @@ class MemoryEstimator:
         wide = {tensor for tensor in frozen if tensor.name in self.wide}
         same = {tensor for tensor in frozen if tensor.name in self.same} - wide
         stored = BITS[common_dtype(self.tensors)] // 8
-        activations, logits = tokens * self._activation_bytes(chosen), self._logits(tokens)
+        activations, logits = self._activations(chosen), self._logits(tokens)
         head = count_head(trained) if is_native(self.config) else 0
         logits += GRADIENT_BYTES * head
         return Memory(
@@ -207,15 +214,42 @@ class MemoryEstimator:
                 yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
                 yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
 
-    def _activation_bytes(self, chosen: MemoryOptions) -> int:
+    def warning(self, part: str) -> str | None:
+        """Return a warning if the activations of transformers' class are estimated by the formula of another."""
+        kept = self.kept and self.kept(part)
+        if is_native(self.config) or (kept and not isinstance(kept, InputError)):
+            return None
+        why = f" ({str(kept).rstrip('.')})" if kept else ""
+        return (
+            f"the activations of model_type {self.config.get('model_type')!r} are estimated as Llama's, since those of "
+            f"transformers' class are not known{why}: training may take far more memory than estimated."
+        )
+
+    def _activations(self, chosen: MemoryOptions) -> int:
+        """Return the bytes of a micro-batch that are kept for the backward pass."""
+        n_layers, states = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
+        kept = self.kept and self.kept(chosen.trainable)
+        layer: float
+        outside: float
+        if kept is None or isinstance(kept, InputError):
+            layer, outside = self.seq_len * self._layer_bytes(chosen.trainable), self._mask_bytes()
+        else:
+            layer, outside = kept.layer, kept.outside
+        layers = n_layers * states + layer if chosen.activation_checkpointing else n_layers * layer
+        return int(chosen.micro_batch * (layers + outside))
+
+    def _layer_bytes(self, part: str) -> int:
+        """Return the bytes per token that a layer of the own decoder keeps."""
         width = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, chosen.trainable, width)
-        if chosen.trainable == "lora":
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, part, width)
+        if part == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * width * self.lora_rank
-        if not chosen.activation_checkpointing:
-            return self.sizes.n_layers * layer
-        return self.sizes.n_layers * 4 * self.sizes.hidden_size + layer
+        return layer
+
+    def _mask_bytes(self) -> int:
+        """Return the bytes of a window's mask, which transformers' classes take, and all layers share."""
+        return 0 if is_native(self.config) else COMPUTE_BYTES[self.precision] * self.seq_len**2
 
     def _logits(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
@@ -260,6 +294,25 @@ def _read_wide(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
     from uptrain.models.load import float32_names
 
     return float32_names(model)
+
+
+def _measure_kept(
+    model: Path, config: Mapping[str, Any], seq_len: int, precision: str, lora_rank: int
+) -> "Callable[[str], KeptBytes | InputError] | None":
+    """Return `MemoryEstimator.kept`, which measures a part when it is first asked for."""
+    if is_native(config) or not knows_attention(config):
+        return None
+
+    @cache
+    def kept(part: str) -> "KeptBytes | InputError":
+        from uptrain.models.kept_activations import kept_bytes
+
+        try:
+            return kept_bytes(model, part, seq_len, precision, lora_rank)
+        except InputError as error:
+            return error
+
+    return kept
 
 
 def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: TensorInfo) -> bool:

@@ -94,6 +94,7 @@ def make_plan(
         data_use and repetition_warning(data_use["epochs"]),
         rate_problem(options, optimizer),
         few_steps_warning(options, budget),
+        estimator.warning(trainable),
         teacher and teacher_warning(model, teacher),
     ]
     return {

@@ -24,9 +24,11 @@ from model.families import is_native
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
+from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.make_folder import refuse_existing
+from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics
 
@@ -90,6 +92,23 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
         raise InputError(f"{problem}; choose another checkpoint with --step.")
     check_same_frozen(run.settings, run.identities)
     return checkpoint
+
+
+def default_dtype(settings: Settings, run_folder: Path) -> str:
+    """Return the dtype of the weights that a run began with, as `--dtype` names it.
+
+    It is that of config.json if MODEL, which a run that trains all of it no longer needs, is gone. A run with `--init`
+    has bfloat16. So has one of a float16 MODEL: trained weights may be too large for float16.
+    """
+    if not settings.model:
+        return "bfloat16"
+    try:
+        with open_checkpoint(Path(settings.model)) as checkpoint:
+            stored = common_dtype(checkpoint.tensors.values())
+    except InputError:
+        config = read_config(run_folder / MODEL)[1]
+        stored = "F32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "BF16"
+    return "float32" if stored == "F32" else "bfloat16"
 
 
 def stored_size(run_folder: Path, checkpoint: Path) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -138,6 +139,28 @@ def build_meta_from_config(folder: Path) -> LanguageModel:
         if is_native(config):
             return LlamaForCausalLM(read_llama_config(config))
         return TransformersModel(build_hf_model(folder, torch.float32))
+
+
+def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tuple[LanguageModel, int]:
+    """Return `empty_student` of a model of transformers' classes on the meta device, and how many layers it has.
+
+    It has the first `n_layers` decoder layers at most. Its class must name them.
+    """
+    student, dtype = _in_stored_dtype(folder, lambda _: build_meta_from_config(folder))
+    assert isinstance(student, TransformersModel)
+    kinds: Any = student.theirs._no_split_modules
+    layers = next(
+        module
+        for module in student.modules()
+        if isinstance(module, nn.ModuleList) and type(module[0]).__name__ in kinds
+    )
+    del layers[n_layers:]
+    config: Any = student.theirs.config
+    config.num_hidden_layers = len(layers)  # some classes count by it
+    if part != "all":
+        choose_part(student, part, lora_rank, folder)
+        set_dtypes(student, dtype)
+    return student, len(layers)
 
 
 def stored_names(folder: Path) -> dict[str, str]:

@@ -64,9 +64,12 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
     logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None
     if logits is not None:
         check_teacher_logits(logits, vocab_size)
-    if is_sharded(accelerator) and settings.precision == "bf16" and isinstance(student, LlamaForCausalLM):
+    if is_sharded(accelerator) and settings.precision == "bf16":
         # There is no autocast then. FSDP2 rounds what enters a layer, after the dtype has chosen how to attend.
-        set_state_dtype(student, torch.bfloat16)
+        if isinstance(student, LlamaForCausalLM):
+            set_state_dtype(student, torch.bfloat16)
+        else:
+            student.product_dtype = torch.bfloat16
     layers = blocks(student)
     if settings.compile:
         compile_layers(layers)

@@ -18,7 +18,7 @@ from model.common.errors import InputError
 from model.common.machine import world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.families import is_native
-from uptrain.budget.budget import few_steps_warning, repetition_warning
+from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import teacher_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
@@ -87,7 +87,7 @@ def launch_new(options: RunOptions) -> None:
     config = read_config(folder)[1]
     warnings = [
         few_steps_warning(options.budget, budget), context_warning(config, max(seq_lens)), _packing_warning(config),
-        *warnings_of(settings, warned_of_overlap=bool(overlap)),
+        _evaluation_warning(settings, budget.tokens), *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))
@@ -200,8 +200,7 @@ def _packing_warning(config: dict[str, Any]) -> str | None:
     )
 
 
-def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str]:
-    """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
+        _evaluation_warning(settings, budget.tokens), *warnings_of(settings, warned_of_overlap=bool(overlap)),
     cache = TokenCache.open(Path(settings.data))
     warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
     if settings.eval_data:

@@ -6,6 +6,7 @@ from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.command_options import AUTO_DEVICE
+from model.common.console import is_first_process, warn
 from model.common.errors import InputError
 from model.common.files import check_name
 from model.common.machine import world_size
@@ -127,6 +128,8 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
+    if is_first_process() and (warning := estimator.warning(chosen.trainable)):
+        warn(warning)
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 
 

@@ -141,9 +141,11 @@ def train(training: Training, state: RunState) -> str:
                 return _stop(training, state, _reason(training))
             if due.save or state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
                 _try_to_save(training, state)
+    if training.eval_cache is not None:  # it may take long, and a run that is killed in it has made its last step
+        _try_to_save(training, state)
     if (reason := _evaluate_if_due(training, training.schedule.total_steps)) is not None:
         return _stop(training, state, reason)
-    _save(training, state)
+    _save(training, state)  # unless that has just succeeded
     _rotate_if_due(training)
     return "finished"
 
