@@ -44,14 +44,17 @@ def open_tokenizer(folder: Path) -> Any:
     is missing too, or if transformers cannot read the files.
     """
     check_files(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)  # a tokenizer rotates nothing
     code = _own_code(folder)
     settings, config = _read_config(folder / "tokenizer_config.json"), _read_config(folder / "config.json")
     # Folders of LLaMA 1 say "bos_token": "", which transformers 5 looks up without end.
     empty = {name: _NAMES[name] for name in _NAMES if settings.get(name) == "" and not (folder / WHOLE).is_file()}
-    openers: list[Any] = [AutoTokenizer]
+    kind = str(settings.get("tokenizer_class") or config.get("model_type")).lower()
+    # transformers 5 does not know LLaMA 1's name of the class, LLaMATokenizer, and its general class gives other ids.
+    is_llama = kind.startswith("llama") and (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file()
+    openers: list[Any] = [LlamaTokenizer if is_llama else AutoTokenizer]
     if code and (folder / WHOLE).is_file():
         openers.append(PreTrainedTokenizerFast)
     failure: BaseException | None = None
@@ -62,8 +65,7 @@ def open_tokenizer(folder: Path) -> Any:
                 if (folder / WHOLE).is_file():
                     _restore_backend(tokenizer, folder / WHOLE)
                 elif "add_bos_token" not in settings:
-                    kind = settings.get("tokenizer_class") or config.get("model_type")
-                    settings["add_bos_token"] = str(kind).lower().startswith(_WITH_BOS)
+                    settings["add_bos_token"] = kind.startswith(_WITH_BOS)
                 if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
                     put_bos_first(backend, {**settings, "bos_token": tokenizer.bos_token}, config)
                 return tokenizer

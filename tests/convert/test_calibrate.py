@@ -228,7 +228,8 @@ def test_the_beginning_of_text_that_only_the_settings_name(tmp_path, settings, b
 
 def test_token_ids_need_no_tokenizer(convert, parent, tmp_path):
     """The first token of each window is then the config's."""
-    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [5] * 1024}))
+    given = [10 + n * n % 250 for n in range(1024)]
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": given}))
     for file in parent.glob("*token*"):
         file.unlink()
     options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 1024)
@@ -236,8 +237,9 @@ def test_token_ids_need_no_tokenizer(convert, parent, tmp_path):
         tiny.edit_config(parent, bos_token_id=bos)
         convert("mha-to-gqa", parent, tmp_path / name, *options, "--calibration", tmp_path / "ids.jsonl").succeeded()
         ids = np.frombuffer(lzma.decompress((tmp_path / name / TOKENS).read_bytes()), "<u2").reshape(16, 64)
-        assert (ids[:, 0] == (5 if bos is None else bos)).all()
-        assert (ids[:, 1:] == 5).all()
+        n_bos = bos is not None
+        assert (ids[:, :n_bos] == bos).all()
+        assert ids[:, n_bos:].flatten().tolist() == given[: 16 * (64 - n_bos)]
     for text in ("shipped", "self"):
         convert("mha-to-gqa", parent, tmp_path / text, *options, "--calibration", text).refused(
             "has no tokenizer.json", "or give a text of token ids with --calibration"

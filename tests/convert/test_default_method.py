@@ -157,7 +157,8 @@ def test_the_settings_of_llama_1(source, tokenizer_class, special):
     (source / "special_tokens_map.json").write_text("{}")
     make_vocabulary(source)
     others = {"eos_token": "", "unk_token": ""} if not special else {}
-    settings = {"bos_token": special, **others, "model_max_length": 1000, "tokenizer_class": tokenizer_class}
+    kind = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    settings = {"bos_token": special, **others, **kind, "model_max_length": 1000}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     own = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
     with open_checkpoint(source) as checkpoint:

@@ -51,7 +51,7 @@ def build(family, folder, **changes):
 @pytest.mark.parametrize("family", ["llava", "idefics2"])
 def test_a_language_model_inside_whose_config_names_no_type(tmp_path, family):
     """The outer class has a default for it."""
-    folder = build(family, tmp_path / "source")[1]
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
     text = json.loads((folder / "config.json").read_text())["text_config"]
     del text["model_type"]
     tiny.edit_config(folder, text_config=text)
