@@ -22,11 +22,20 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.hub import origin_of
+from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError, InputError
 from model.common.files import copy_file, write_file
-from model.common.read_files import TOKENIZER_BYTES, read_bytes_up_to
-from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES, WHOLE, has_tokenizer, open_tokenizer
+from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes_up_to
+from model.common.tokenizer import (
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    WHOLE,
+    has_tokenizer,
+    open_tokenizer,
+    put_bos_first,
+)
 from model.common.tokenizer_errors import refusing_tokenizer_errors
+from model.common.typed_json import parse_object
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.sources import TextFiles, find_files
@@ -82,8 +91,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     A text is `shipped`, or what `model.texts.sources` finds. The windows of `self` stay open, for the model to write
     later (`with_generated`).
 
-    Raises UnsupportedMethodError if no tokenizer of the checkpoint can be opened, CheckpointError if the text is too
-    short.
+    Raises UnsupportedMethodError if no tokenizer of the checkpoint can be opened and the text is not of token ids,
+    CheckpointError if the text is too short.
     """
     window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
     n_windows = n_tokens // window
@@ -100,8 +109,15 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
         )
     # Every fourth window is for validation (`layer_stream`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
-    tokenizer = _open_tokenizer(checkpoint)
-    bos_ids = _bos_ids(tokenizer, checkpoint)
+    tokenizer: Tokenizer | UnsupportedMethodError
+    try:
+        tokenizer = _open_tokenizer(checkpoint)
+        bos_ids = _bos_ids(tokenizer, checkpoint)
+    except UnsupportedMethodError as error:  # raised again unless all documents are token ids
+        if SELF in parts:
+            raise
+        tokenizer, bos = error, checkpoint.config.get("bos_token_id")
+        bos_ids = [bos] if is_whole_number(bos, least=0) else []
     read_NT = np.zeros((n_windows, window), dtype=np.int64)
     for number, part in enumerate(parts):
         if part != SELF:
@@ -113,11 +129,15 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
 
 
 def _read_windows(
-    tokenizer: "Tokenizer", checkpoint: Checkpoint, name: str, bos_ids: list[int], shape: tuple[int, int]
-) -> NDArray[np.int64]:  # fmt: skip
+    tokenizer: "Tokenizer | UnsupportedMethodError",
+    checkpoint: Checkpoint,
+    name: str,
+    bos_ids: list[int],
+    shape: tuple[int, int],
+) -> NDArray[np.int64]:
     """Return windows of a text, `shape` = (windows, tokens), each with the tokens `bos_ids` before it.
 
-    Raises CheckpointError if the text is too short.
+    Raises CheckpointError if the text is too short, and `tokenizer` if it is an error and a document is a string.
     """
     n_windows, window = shape
     length = window - len(bos_ids)
@@ -125,7 +145,12 @@ def _read_windows(
     for document in _documents(name):
         for start in range(0, len(document), _PIECE):
             piece = document[start : start + _PIECE]
-            ids += piece.tolist() if isinstance(piece, np.ndarray) else _encode(tokenizer, piece, checkpoint)
+            if isinstance(piece, np.ndarray):
+                ids += piece.tolist()
+            elif isinstance(tokenizer, UnsupportedMethodError):
+                raise tokenizer
+            else:
+                ids += _encode(tokenizer, piece, checkpoint)
             if len(ids) >= n_windows * length:
                 break
         if len(ids) >= n_windows * length:
@@ -151,19 +176,31 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
         text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
         with refusing_tokenizer_errors(f"{checkpoint.path}/{WHOLE} is damaged", CheckpointError):
             tokenizer = Tokenizer.from_str(text.decode())
+        put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
+def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return tokenizer_config.json; an empty object if there is none."""
+    content = checkpoint.side_files.get("tokenizer_config.json", b"{}")
+    try:
+        return parse_object(read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content)
+    except InputError as error:
+        raise CheckpointError(f"{checkpoint.path}/tokenizer_config.json: {error}") from error
+
+
 def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     """Return the tokenizer that transformers makes of other files, such as the tokenizer.model of a Vicuna."""
-    advice = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+    save = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+    of_ids = "or give a text of token ids with --calibration"
+    advice = f"{save}, {of_ids}"
     refusal = f"{checkpoint.path} has no {WHOLE}, which calibrating needs"
     if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
         name, commit = origin_of(checkpoint.path)
         if commit is not None and not has_tokenizer(checkpoint.side_files):
-            advice = f"fetch all files of the model: hf download {name}"
+            advice = f"fetch all files of the model: hf download {name}; {of_ids}"
         raise UnsupportedMethodError(f"{refusal}; {advice}.")
     if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
         raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")

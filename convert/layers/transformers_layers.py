@@ -138,7 +138,7 @@ def _for_short_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     MPT's makes the bias of ALiBi for `max_seq_len` positions, and uses the last of them.
     """
     longest = config.get("max_seq_len")
-    if config["model_type"] != "mpt" or not isinstance(longest, int):
+    if config.get("model_type") != "mpt" or not isinstance(longest, int):
         return config
     return {**config, "max_seq_len": min(longest, LONGEST_WINDOW)}
 

@@ -2,11 +2,12 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
 from model.common.tokenizer_errors import refusing_tokenizer_errors
@@ -23,6 +24,11 @@ TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_temp
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 """The parts of tokenizer.json that determine the ids of a text, besides special tokens."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
+"""What special tokens are called in the vocabularies of sentencepiece."""
+_WITH_BOS = ("llama", "codellama", "mistral", "mixtral", "gemma")
+"""How `tokenizer_class`, or else `model_type`, begins, in lower case, where texts begin with BOS if no file says
+otherwise."""
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -34,24 +40,34 @@ def open_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a folder, from the folder's files only.
 
     Custom code named by the folder (`auto_map`) is not run. transformers' own class is used instead; if it has none,
-    tokenizer.json is opened directly. Raises CheckpointError if that file is missing too, or if transformers cannot
-    read the files.
+    tokenizer.json is opened directly. Texts begin with BOS as `put_bos_first` says. Raises CheckpointError if that file
+    is missing too, or if transformers cannot read the files.
     """
     check_files(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)  # a tokenizer rotates nothing
     code = _own_code(folder)
-    openers: list[Any] = [AutoTokenizer]
+    settings, config = _read_config(folder / "tokenizer_config.json"), _read_config(folder / "config.json")
+    # Folders of LLaMA 1 say "bos_token": "", which transformers 5 looks up without end.
+    empty = {name: _NAMES[name] for name in _NAMES if settings.get(name) == "" and not (folder / WHOLE).is_file()}
+    kind = str(settings.get("tokenizer_class") or config.get("model_type")).lower()
+    # transformers 5 does not know LLaMA 1's name of the class, LLaMATokenizer, and its general class gives other ids.
+    is_llama = kind.startswith("llama") and (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file()
+    openers: list[Any] = [LlamaTokenizer if is_llama else AutoTokenizer]
     if code and (folder / WHOLE).is_file():
         openers.append(PreTrainedTokenizerFast)
     failure: BaseException | None = None
     for opener in openers:
         try:
             with refusing_tokenizer_errors(f"the tokenizer of {folder} cannot be loaded", CheckpointError):
-                tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+                tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **empty)
                 if (folder / WHOLE).is_file():
                     _restore_backend(tokenizer, folder / WHOLE)
+                elif "add_bos_token" not in settings:
+                    settings["add_bos_token"] = kind.startswith(_WITH_BOS)
+                if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+                    put_bos_first(backend, {**settings, "bos_token": tokenizer.bos_token}, config)
                 return tokenizer
         except CheckpointError as error:
             failure = error.__cause__
@@ -79,7 +95,7 @@ def _restore_backend(tokenizer: Any, file: Path) -> None:
     transformers 5 keeps the vocabulary and the merges of that file, but some of its classes (those of GPT-2, Llama,
     Qwen 2 and others) bring a normaliser and a pre-tokenizer of their own. A model that was trained with others then
     gets other ids (huggingface/transformers issue 45920). The special tokens, and what puts them around a text, stay
-    as transformers makes them: `tokenizer_config.json` decides on these.
+    as transformers makes them (but see `put_bos_first`): `tokenizer_config.json` decides on these.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer written in Python
@@ -90,6 +106,40 @@ def _restore_backend(tokenizer: Any, file: Path) -> None:
     changed = {part: stored.get(part) for part in _PARTS if stored.get(part) != loaded.get(part)}
     if changed:
         tokenizer._tokenizer = Tokenizer.from_str(json.dumps(loaded | changed))
+
+
+def put_bos_first(backend: Any, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Let a tokenizer put the beginning-of-text token before each text, if its settings ask for it.
+
+    `settings`: tokenizer_config.json. `config`: config.json. transformers 4 and engines read `add_bos_token` of the
+    former (DeepSeek-LLM, DeepSeek-Coder, R1-Distill-Qwen). transformers 5 does not if there is a tokenizer.json. A
+    tokenizer that puts any special token around a text is left as it is.
+    """
+    if settings.get("add_bos_token") is not True or backend.num_special_tokens_to_add(False):
+        return
+    token = settings.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    bos = backend.token_to_id(token) if isinstance(token, str) else None
+    if bos is None and is_whole_number(config.get("bos_token_id"), least=0):
+        bos = config["bos_token_id"]
+        token = backend.id_to_token(bos) if bos < backend.get_vocab_size() else None
+    if bos is None or token is None:
+        return
+    from tokenizers import processors
+
+    template = processors.TemplateProcessing(
+        single=["bos", "$A"],
+        pair=["bos", "$A", "bos:1", "$B:1"],
+        special_tokens=[{"id": "bos", "ids": [bos], "tokens": [token]}],
+    )
+    own = backend.post_processor
+    backend.post_processor = template if own is None else processors.Sequence([own, template])
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file holds none, or there is none."""
+    config = read_json(file) if file.exists() else None
+    return config if isinstance(config, dict) else {}
 
 
 def check_files(folder: Path) -> None:
@@ -114,8 +164,7 @@ def check_files(folder: Path) -> None:
 def _own_code(folder: Path) -> str:
     """Return the custom tokenizer code that the folder's configs name, such as `tokenization_x.XTokenizer`, or ""."""
     for name in ("tokenizer_config.json", "config.json"):
-        config = read_json(folder / name) if (folder / name).exists() else None
-        table = config.get("auto_map") if isinstance(config, dict) else None
+        table = _read_config(folder / name).get("auto_map")
         code = table.get("AutoTokenizer") if isinstance(table, dict) else table
         if isinstance(code, list):  # of a slow and a fast tokenizer
             code = next((part for part in code if part), None)

@@ -12,11 +12,15 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "only some of its layers have attention, the others are linear or recurrent, so there is little K/V cache to save; "
     f"{_PARENT}": (
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3",
+        "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3",
         "lfm3_vl", "mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h",
         "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
         "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
     ),
+    "transformers' class for it mixes attention with recurrent layers in any share, also none, and Groupwise does not "
+    f"know its layers; {_PARENT}": ("granitemoehybrid",),
+    "its language model, Vicuna or Flan-T5, reads images through a Q-Former, whose layout Groupwise does not know; "
+    f"{_PARENT}": ("instructblip",),
     f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
@@ -25,7 +29,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "mllama", "mllama_text_model",
     ),
     "tensors of its attention beside K and V depend on the number of K/V heads, and no method merges them; "
-    f"{_PARENT}": ("doge",),
+    f"{_PARENT}": ("chameleon", "doge"),
     "it is multi-query already: it has one K/V head; use it as it is.": (
         "deepseek_v4",
     ),
@@ -39,8 +43,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"{_PARENT}": (
         "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
         "codegen", "ctrl", "electra", "fuyu", "gpt-sw3", "gpt2", "gpt_neo", "gpt_neox_japanese", "gptj", "longt5",
-        "marian", "mbart", "modernbert-decoder", "mvp", "openai-gpt", "opt", "pegasus", "persimmon", "plbart",
-        "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm", "xlm-roberta", "xlnet",
+        "m2m_100", "marian", "mbart", "modernbert-decoder", "mvp", "nllb-moe", "openai-gpt", "opt", "pegasus",
+        "persimmon", "plbart", "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm",
+        "xlm-roberta", "xlnet",
     ),
     "it runs its own code, which may ignore the number of K/V heads; rewrite Baichuan2-7B as llama first "
     "(LLaMA-Factory: scripts/convert_ckpt/llamafy_baichuan2.py), and convert that. (The script is wrong for the "
@@ -56,6 +61,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "it runs its own code, which may ignore the number of K/V heads; get the version of GLM-4 made for transformers "
     "(its name ends with -hf).": ("chatglm",),
+    "it runs its own code, which may ignore the number of K/V heads; get the version in Llama's format (its name ends "
+    "with -llama-format), and convert that.": ("minicpm",),
     f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": ("internlm2", "xgen"),
     "it is a model as the LLaVA project saves it, which transformers does not open; get the version made for "
     "transformers (on the hub: llava-hf).": ("llava_llama", "llava_mistral", "llava_qwen"),

@@ -16,11 +16,12 @@ import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from convert.calibration_text.read import read_calibration_text
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
+from model.common.tokenizer import open_tokenizer
 
 
 def test_record_and_verify(convert, parent, tmp_path, prose):
@@ -196,6 +197,53 @@ def test_no_tokenizer_or_a_damaged_one(convert, parent, tmp_path):
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT).refused("tokenizer.json is damaged")
     (parent / "tokenizer.json").unlink()
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT).refused("has no tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "begins"),
+    [
+        ({"add_bos_token": True, "bos_token": "<s>"}, True),
+        ({"add_bos_token": True, "bos_token": {"__type": "AddedToken", "content": "<s>"}}, True),
+        ({"add_bos_token": True}, True),  # bos_token_id of config.json
+        ({"add_bos_token": False, "bos_token": "<s>"}, False),
+        ({"bos_token": "<s>"}, False),
+    ],
+)
+def test_the_beginning_of_text_that_only_the_settings_name(tmp_path, settings, begins):
+    """As in DeepSeek-LLM. Attention collects on this token, so calibrating without it would not see its key."""
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.save(str(folder / "tokenizer.json"))
+    tiny.edit_config(folder, bos_token_id=backend.token_to_id("<s>"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizerFast", **settings}))
+    with open_checkpoint(folder) as checkpoint:
+        text = read_calibration_text(checkpoint, "shipped", 1024)
+    bos = [backend.token_to_id("<s>")] if begins else []
+    assert list(text.bos_ids) == bos
+    ids = text.ids_NT[:, : len(bos)] if begins else text.ids_NT[:, :1]
+    assert (ids == backend.token_to_id("<s>")).all() == begins
+    assert open_tokenizer(folder)("a").input_ids == bos + backend.encode("a").ids
+
+
+def test_token_ids_need_no_tokenizer(convert, parent, tmp_path):
+    """The first token of each window is then the config's."""
+    given = [10 + n * n % 250 for n in range(1024)]
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": given}))
+    for file in parent.glob("*token*"):
+        file.unlink()
+    options = ("--groups", 2, "--method", "pca", "--calibration-tokens", 1024)
+    for bos, name in ((7, "one"), (None, "none")):
+        tiny.edit_config(parent, bos_token_id=bos)
+        convert("mha-to-gqa", parent, tmp_path / name, *options, "--calibration", tmp_path / "ids.jsonl").succeeded()
+        ids = np.frombuffer(lzma.decompress((tmp_path / name / TOKENS).read_bytes()), "<u2").reshape(16, 64)
+        n_bos = bos is not None
+        assert (ids[:, :n_bos] == bos).all()
+        assert ids[:, n_bos:].flatten().tolist() == given[: 16 * (64 - n_bos)]
+    for text in ("shipped", "self"):
+        convert("mha-to-gqa", parent, tmp_path / text, *options, "--calibration", text).refused(
+            "has no tokenizer.json", "or give a text of token ids with --calibration"
+        )
 
 
 def test_a_tokenizer_that_cannot_read_the_text(convert, parent, tmp_path):

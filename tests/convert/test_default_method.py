@@ -12,7 +12,10 @@ import tiny
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 
+from convert.calibration_text.read import read_calibration_text
+from model.checkpoint import open_checkpoint
 from model.common import tokenizer
+from model.common.tokenizer import open_tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
 FIT_RECORD = {"method": "fit", "refit": True, "refine": 1024}
@@ -121,15 +124,20 @@ def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):
     assert np.array_equal(slow_ids[: len(body)], body)
 
 
-def test_a_vocabulary_of_sentencepiece(convert, source, tmp_path):
-    """A Vicuna has no other file; the tokens are those of sentencepiece itself."""
-    (source / "tokenizer.json").unlink()
+def make_vocabulary(folder):
+    """Write a tokenizer.model of sentencepiece."""
     text = ["the quick brown fox jumps over the lazy dog 0123456789"] * 20
-    with (source / "tokenizer.model").open("wb") as file:
+    with (folder / "tokenizer.model").open("wb") as file:
         SentencePieceTrainer.train(
             sentence_iterator=iter(text), model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True,
             normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
         )  # fmt: skip
+
+
+def test_a_vocabulary_of_sentencepiece(convert, source, tmp_path):
+    """A Vicuna has no other file; the tokens are those of sentencepiece itself."""
+    (source / "tokenizer.json").unlink()
+    make_vocabulary(source)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -139,6 +147,25 @@ def test_a_vocabulary_of_sentencepiece(convert, source, tmp_path):
     ids = np.frombuffer(lzma.decompress((tmp_path / "out/groupwise_calibration.xz").read_bytes()), "<u2")
     own = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
     assert ids.reshape(-1, 64)[:, 1:].ravel().tolist() == own.encode(prose.read_text())[: len(ids) * 63 // 64]
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LLaMATokenizer", "LlamaTokenizer", None])
+@pytest.mark.parametrize("special", ["", "<s>"])
+def test_the_settings_of_llama_1(source, tokenizer_class, special):
+    """Its folders name empty special tokens, or say nothing of BOS, which its texts begin with."""
+    (source / "tokenizer.json").unlink()
+    (source / "special_tokens_map.json").write_text("{}")
+    make_vocabulary(source)
+    others = {"eos_token": "", "unk_token": ""} if not special else {}
+    kind = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    settings = {"bos_token": special, **others, **kind, "model_max_length": 1000}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
+    with open_checkpoint(source) as checkpoint:
+        assert read_calibration_text(checkpoint, "shipped", 1024).bos_ids == (own.bos_id(),)
+    opened = open_tokenizer(source)
+    assert opened("a fox").input_ids == [own.bos_id(), *own.encode("a fox")]
+    assert opened.eos_token_id == own.eos_id()
 
 
 def test_a_vocabulary_that_cannot_be_opened(convert, source, tmp_path):

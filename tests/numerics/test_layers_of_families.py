@@ -48,6 +48,17 @@ def build(family, folder, **changes):
     return model, tiny.save(model, folder)
 
 
+@pytest.mark.parametrize("family", ["llava", "idefics2"])
+def test_a_language_model_inside_whose_config_names_no_type(tmp_path, family):
+    """The outer class has a default for it."""
+    folder = tiny.save(tiny.build(family), tmp_path / "source")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    del text["model_type"]
+    tiny.edit_config(folder, text_config=text)
+    with open_checkpoint(folder) as checkpoint:
+        layer_stream.open_checked(checkpoint, "cpu")
+
+
 class Plain:
     """A plain forward pass: per layer its output, and what its attention's parts gave and returned."""
 

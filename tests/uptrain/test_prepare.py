@@ -14,7 +14,7 @@ import pytest
 import tiny
 from tiny_tokenizers import SENTENCES, make_tokenizer
 from tokenizers import Tokenizer as Backend
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from model.common.errors import InputError
@@ -147,6 +147,23 @@ SPLITS = {
     "digits": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "words": [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)],
 }
+
+
+def test_a_beginning_of_text_that_only_the_settings_name(tokenizer, tmp_path):
+    """As in DeepSeek-LLM, where transformers 5 adds none."""
+    folder = Path(shutil.copytree(tokenizer, tmp_path / "model"))
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    texts, begun = ["One.", ""], []
+    for adds in (True, False):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": adds, "bos_token": "</s>"}))
+        begun.append(Encoder(load_tokenizer(folder)).ids(texts))
+    end = backend.token_to_id("</s>")
+    plain = [encoding.ids for encoding in backend.encode_batch(texts)]
+    assert begun[0] == [[end, *plain[0], end], [end]]
+    assert begun[1] == [[*plain[0], end], [end]]
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -200,7 +200,15 @@ def _packing_warning(config: dict[str, Any]) -> str | None:
     )
 
 
-        _evaluation_warning(settings, budget.tokens), *warnings_of(settings, warned_of_overlap=bool(overlap)),
+def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
+    if not settings.eval_data:
+        return None
+    n_evaluations = -(-settings.steps // settings.eval_every) + 1  # before the first step, and after the last one too
+    return evaluation_warning(n_evaluations * TokenCache.open(Path(settings.eval_data)).manifest.n_tokens, n_tokens)
+
+
+def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str]:
+    """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
     cache = TokenCache.open(Path(settings.data))
     warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
     if settings.eval_data:
