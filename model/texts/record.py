@@ -12,6 +12,9 @@ from model.common.checks import short_repr
 TOKEN_IDS = "input_ids"
 """Column of tokenised records, as Hugging Face datasets name it."""
 
+OR_NAME_IT = ", or name it with `uptrain prepare --text-column`"
+"""End of the advice on a record without a text, for commands that take such an option."""
+
 Integers = npt.NDArray[np.int64]
 
 
@@ -107,8 +110,8 @@ def document(record: Any, text_column: str) -> Document:
     if TOKEN_IDS in record:
         return token_ids(record[TOKEN_IDS])
     return Problem(
-        f"no field {text_column!r} among {some(list(record))}; name the field of the text with `uptrain prepare "
-        f"--text-column`, or rename it to {text_column!r}"
+        f"no field {text_column!r} among {some(list(record))}; rename the field of the text to "
+        f"{text_column!r}{OR_NAME_IT}"
     )
 
 

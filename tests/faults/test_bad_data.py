@@ -29,8 +29,8 @@ BAD = {
     "no object": (b"[1, 2]\n", "a list instead of an object"),
     "no column": (
         b'{"body": "a"}\n',
-        "no field 'text' among 'body'; name the field of the text with `uptrain prepare --text-column`, or rename it "
-        "to 'text'",
+        "no field 'text' among 'body'; rename the field of the text to 'text', or name it with `uptrain prepare "
+        "--text-column`",
     ),
     "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
     "id too high": (
@@ -198,7 +198,10 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("a.jsonl=1/0", ["'1/0' is no weight"]),
         ("a.csv", ["a.csv: not a known format; known are .jsonl, .jsonl.gz, .jsonl.xz, .jsonl.zst, .parquet, .txt"]),
         ("empty", ["no file of a known format"]),
-        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
+        (
+            "mixed",
+            ["files of several formats: 1 jsonl (e.g. ", "1 txt", "of one format, with one --data each"],
+        ),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
         ("deep", ["state.json is damaged (RecursionError"]),
@@ -229,6 +232,25 @@ def test_ambiguous_sources(prepare, tmp_path, data, words):
             (tmp_path / name / file).write_text(content)
     prepare(tmp_path / data).refused(str(tmp_path / data).split("=")[0], *words)
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("org/name", "no such file or folder. (A dataset of the hub is hub:org/name.)\n"),
+        ("./name", "no such file or folder.\n"),
+        ("b.jsonl", "no such file or folder.\n"),
+        ("texts/*.jsonl", "no such file or folder. Patterns are not expanded; give the folder, or the option once for"),
+        ("~/texts", "~/texts begins with ~, which was not replaced; write the whole path"),
+    ],
+)
+def test_what_a_missing_text_may_have_meant(prepare, data, words):
+    prepare(data).refused(f"--data {data}: " if "~" not in data else "--data", words)
+
+
+def test_a_pattern_that_the_shell_has_replaced(prepare, uptrain, tmp_path):
+    prepare("a.txt", options=("b.txt",)).refused("unexpected extra argument (b.txt) Repeat --data for each file, or")
+    uptrain("status", tmp_path, "b.txt").refused("unexpected extra argument (b.txt)\n")
 
 
 def test_a_folder_of_texts_with_links(prepare, tmp_path):
@@ -334,7 +356,7 @@ def test_invalid_tokenizer(uptrain, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line())
     folder = tmp_path / "tokenizer"
     arguments = ("prepare", "--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out", "--tokenizer")
-    uptrain(*arguments, folder).refused("--tokenizer", "does not exist")
+    uptrain(*arguments, folder).refused(f"{folder}: no such file or folder; give a model's folder, or its name")
     folder.mkdir()
     uptrain(*arguments, folder).refused(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model)")
     (folder / "tokenizer.json").write_text("{}")
