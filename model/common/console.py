@@ -95,7 +95,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return str(error), BAD_INPUT
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        return f"interrupted; {str(error) or 'the same command starts again'}.", FAILED
+        reason = str(error.__cause__ or error)  # click raises Abort from the interrupt
+        return f"interrupted; {reason or 'the same command starts again'}.", FAILED
     if isinstance(error, (RunError, OSError)):
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
