@@ -33,7 +33,7 @@ from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
 from model.common.files import check_name, copy_file, lies_in, sync_tree, tree_bytes
 from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
-from model.common.staging import AREAS, Staging, check_out
+from model.common.staging import AREAS, Staging, check_out, check_room
 
 POSITIONS = "positions of the rotated key"
 """The journal's name for the chosen frequencies."""
@@ -98,12 +98,7 @@ def check_disk_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> No
     present = tree_bytes(staging.root)
     sizes = (c.stat().st_size if isinstance(c, Path) else len(c) for c in checkpoint.side_files.values())
     needed = plan.output_bytes + plan.scratch_bytes + sum(sizes) + SPARE_BYTES - present
-    free = shutil.disk_usage(_nearest_folder(staging.out)).free
-    if needed > free:
-        raise CheckpointError(
-            f"{staging.out.parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB are needed; "
-            "make room or choose another OUT."
-        )
+    check_room(staging.out, needed)
 
 
 def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quiet: bool) -> tuple[Plan, dict[str, Any]]:
@@ -133,14 +128,16 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
 @contextmanager
 def _resumable(staging: Staging, fingerprint_sha256: str) -> Iterator[None]:
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
+    advice = f"finished work is kept in {staging.root}, and the same command continues from there"
     with staging:
         try:
             staging.open(fingerprint_sha256)
             yield
         except (OSError, RunError) as error:
-            advice = f"finished work is kept in {staging.root}, and the same command continues from there"
             kind = OSError if isinstance(error, OSError) else RunError
             raise kind(f"{error}; {advice}.") from error
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(advice) from error
         except InputError:
             staging.discard()
             raise

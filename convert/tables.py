@@ -51,8 +51,10 @@ def print_inspection(summary: dict[str, Any]) -> None:
         )
     screen = console()
     screen.print(table)
-    screen.print("KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes")
-    screen.print("that divide the K/V heads; larger ones hold each on more than one device.")
+    screen.print(
+        "KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads; "
+        "larger ones hold each on more than one device."
+    )
     if summary["latent"]:
         _latent_sizes(summary["latent"], now)
 
@@ -69,10 +71,11 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
         table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
     screen = console()
     screen.print(table)
-    screen.print("as groups: the number of groups with the same KV cache. Tensor parallelism")
-    screen.print("divides groups among devices, but copies the latent to each. transformers")
-    screen.print("opens all sizes. vLLM kernel: whether it has a fast one, whose results were not")
-    screen.print("verified.")
+    screen.print(
+        "as groups: the number of groups with the same KV cache. Tensor parallelism divides groups among devices, but "
+        "copies the latent to each. transformers opens all sizes. vLLM kernel: whether it has a fast one, whose "
+        "results were not verified."
+    )
 
 
 def _table(title: str) -> Table:

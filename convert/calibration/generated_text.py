@@ -155,8 +155,8 @@ class _Writer:
         for token in (*self._first, *(token for part in self._chat for token in part)):
             if token >= n_ids:
                 raise CheckpointError(
-                    f"the tokenizer and config.json name the id {token}, but the model has {n_ids} tokens; they do not "
-                    "belong together."
+                    f"the tokenizer and config.json name the id {token}, but the model has a vocabulary of {n_ids:,}; "
+                    "they do not belong together."
                 )
         self._vocabulary = [token for token in vocabulary if token < n_ids]
 

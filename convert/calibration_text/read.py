@@ -38,6 +38,7 @@ from model.common.tokenizer_errors import refusing_tokenizer_errors
 from model.common.typed_json import parse_object
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
+from model.texts.record import OR_NAME_IT
 from model.texts.sources import TextFiles, find_files
 
 if TYPE_CHECKING:
@@ -265,7 +266,9 @@ def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:
                 if not isinstance(record.document, Problem):
                     yield record.document
                 elif record.document.bad:
-                    raise CheckpointError(f"{reader.place(piece, record.row)}: {record.document.reason}.")
+                    raise CheckpointError(
+                        f"{reader.place(piece, record.row)}: {record.document.reason.removesuffix(OR_NAME_IT)}."
+                    )
 
 
 def _find(name: str) -> TextFiles:

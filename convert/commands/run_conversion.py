@@ -112,6 +112,10 @@ def _print_result(
         console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
         if trainable:
             console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+            console.echo(
+                "  (For a model that `uptrain plan` does not know, in place of --alpha A: --tokens N "
+                "--global-batch-tokens N --lr LR)"
+            )
 
 
 def _is_measurable(geometry: Geometry) -> bool:

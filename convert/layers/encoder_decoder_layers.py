@@ -102,7 +102,8 @@ class EncoderDecoderLayers(ModelLayers):
     def check(self) -> None:
         if not 0 <= self._start < self.n_embeddings:
             raise CheckpointError(
-                f"config.json has decoder_start_token_id = {self._start}, but the model has {self.n_embeddings} tokens."
+                f"config.json has decoder_start_token_id = {self._start}, but the model has a vocabulary of "
+                f"{self.n_embeddings:,}."
             )
         states_1TM = torch.zeros(1, self._n_encoded + self._n_decoded, self._geometry.hidden_size).to(self.device)
         for index in range(2):

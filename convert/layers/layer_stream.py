@@ -184,7 +184,7 @@ def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
     wrong = [number for each in ids for number in (int(each.min()), int(each.max())) if not 0 <= number < n_embeddings]
     if wrong:
         raise CheckpointError(
-            f"the calibration text has the token id {wrong[0]}, but the model has {n_embeddings} tokens; "
+            f"the calibration text has the token id {wrong[0]}, but the model has a vocabulary of {n_embeddings:,}; "
             "the tokenizer, or a text of token ids, belongs to another model."
         )
 

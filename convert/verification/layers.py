@@ -17,6 +17,7 @@ from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
+from model.common.console import size
 from model.common.errors import CheckpointError
 
 ROUNDING = 1e-3
@@ -42,8 +43,8 @@ def recompute_layers(
     free = shutil.disk_usage(scratch).free
     if plan.scratch_bytes > free:
         raise CheckpointError(
-            f"{gettempdir()} has {free / 1e9:.2f} GB free, but {plan.scratch_bytes / 1e9:.2f} GB are needed to run the "
-            "calibration again; set TMPDIR to a folder with more free space."
+            f"{gettempdir()} has {size(free)} free, but {size(plan.scratch_bytes)} are needed to run the calibration "
+            "again; set TMPDIR to a folder with more free space."
         )
     calibrate(source, plan.conversions, plan.recipe, scratch, quiet)
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)

@@ -73,6 +73,9 @@ def verify(
             plan = make_plan(source, record["groups"], recipe, None)
         except CheckpointError as error:
             raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
+        if other := _compare_all_source_files(source, record):  # all else would differ too, after hours of calibration
+            findings.differences.append(f"{out_path} was not made from {source.path} as it is now: {other}")
+            return findings
         same_names = _compare_names(plan, out, findings)
         layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
         if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.computed) <= set(same_names):
@@ -205,6 +208,17 @@ def _compare_recorded_tensor(out: Checkpoint, record: dict[str, Any], name: str)
     if record["sha256"].get(name) == sha256:
         return []
     return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
+
+
+def _compare_all_source_files(source: Checkpoint, record: dict[str, Any]) -> str:
+    """Return how the source's first weight file differs from the recorded one, if all do; else ""."""
+    first = ""
+    for path in source.weight_files if record["source"]["files"] else ():
+        difference = _compare_source_file(path, record, threading.Event())
+        if not difference:
+            return ""
+        first = first or difference[0]
+    return first
 
 
 def _compare_source_file(path: Path, record: dict[str, Any], stop: threading.Event) -> list[str]:

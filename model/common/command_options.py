@@ -12,6 +12,7 @@ import click
 from model.common.checks import LARGEST_COUNT, is_finite, short_repr
 from model.common.counts import parse_count
 from model.common.errors import InputError
+from model.common.files import home_problem
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ class PathType(click.Path):
     """The type of a path, whose value is a pathlib.Path.
 
     Refuses an empty one, which is what an unset variable of the shell gives, and which pathlib takes for the working
-    directory.
+    directory. Refuses one that begins with ~, which would make a folder of this name.
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -33,6 +34,8 @@ class PathType(click.Path):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         if value == "":
             self.fail("The path is empty. Is a variable of the shell unset?", parameter, context)
+        if problem := home_problem(str(value)):
+            self.fail(problem, parameter, context)
         return super().convert(value, parameter, context)
 
 
@@ -139,3 +142,29 @@ class FiniteFloat(click.FloatRange):
     def _describe_range(self) -> str:
         """Return the range for the help; without bounds, click would show `x<=None`."""
         return "" if self.min is None and self.max is None else super()._describe_range()
+
+
+class ShareType(FiniteFloat):
+    """The type of a share, such as `0.05`. A percentage is refused with the share that it is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?%", value, re.ASCII)):
+            self.fail(f"give a share: {float(match[1]) / 100:.6g} for {match[1]} %.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` lists its options under headings."""
+
+    def __init__(self, *arguments: Any, headings: dict[str, tuple[str, ...]], **attributes: Any) -> None:
+        """`headings`: the names of the options under each heading. Those under none come last."""
+        super().__init__(*arguments, **attributes)
+        self._headings = headings
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {p.opts[0].lstrip("-"): p.get_help_record(ctx) for p in self.get_params(ctx)}
+        named = {name for names in self._headings.values() for name in names}
+        for heading, names in {**self._headings, "Other": tuple(name for name in records if name not in named)}.items():
+            rows = [record for name in names if (record := records[name]) is not None]
+            with formatter.section(heading):
+                formatter.write_dl(rows)

@@ -95,7 +95,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, InputError):
         return str(error), BAD_INPUT
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        return "interrupted; the same command continues, or starts again if it keeps no partial work.", FAILED
+        reason = str(error.__cause__ or error)  # click raises Abort from the interrupt
+        return f"interrupted; {reason or 'the same command starts again'}.", FAILED
     if isinstance(error, (RunError, OSError)):
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
@@ -113,7 +114,15 @@ def _usage(error: click.ClickException) -> str:
         return error.format_message() if get_close_matches(error.option_name.lstrip("-"), names) else error.message
     if isinstance(error, click.MissingParameter) and error.ctx:
         return f"{error.format_message()} `{error.ctx.command_path} --help` shows all options."
+    if "unexpected extra argument" in error.message and _takes_many_texts(error):
+        return f"{error.format_message()} Repeat --data for each file, or give the folder that holds them."
     return error.format_message()
+
+
+def _takes_many_texts(error: click.ClickException) -> bool:
+    """Return whether the command has an option --data that may be repeated. A shell's pattern gives it once."""
+    command = error.ctx.command if isinstance(error, click.UsageError) and error.ctx else None
+    return command is not None and any("--data" in p.opts and getattr(p, "multiple", False) for p in command.params)
 
 
 @contextmanager

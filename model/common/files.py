@@ -170,6 +170,13 @@ def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
         raise InputError(f"{what} ({shown}) has a name of more than {longest} bytes; choose a shorter one.")
 
 
+def home_problem(path: str) -> str:
+    """Return why a path that begins with ~ is refused, "" for any other. Only a shell replaces ~, and not after `=`."""
+    if not path.startswith("~"):
+        return ""
+    return f"{path} begins with ~, which was not replaced; write the whole path (in a shell, $HOME/…), or ./{path}."
+
+
 def is_plain_name(name: str) -> bool:
     """Return whether a name can be that of a file directly in a folder: not a path, in UTF-8, not too long."""
     is_path = not name or "\0" in name or name in (".", "..") or Path(name).name != name

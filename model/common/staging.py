@@ -42,6 +42,16 @@ def check_out(out: Path) -> None:
         raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
 
 
+def check_room(out: Path, needed: int) -> None:
+    """Raise CheckpointError if the disk of the folder OUT has less than `needed` bytes free."""
+    free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
+    if needed > free:
+        raise CheckpointError(
+            f"{out.parent} has {console.size(free)} free, but {console.size(needed)} are needed; make room or choose "
+            "another OUT."
+        )
+
+
 class Staging:
     """The staging area of one OUT; a context manager that holds the area's lock."""
 
@@ -82,10 +92,10 @@ class Staging:
                 raise CheckpointError(f"{self.out} is being written by {error}; wait for it or stop it.") from error
             except FileNotFoundError as error:  # the process that held the lock has just removed the folder
                 if not self.root.parent.exists():
-                    raise CheckpointError(f"{self.root.parent} cannot be made; choose another OUT.") from error
+                    raise CheckpointError(f"{self.root.parent} cannot be made; choose another folder.") from error
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot write beside {self.out}: {error.strerror}; choose another OUT."
+                    f"cannot write beside {self.out}: {error.strerror}; choose another folder."
                 ) from error
         raise CheckpointError(f"{self.root} is removed repeatedly by another process; stop that process.")
 

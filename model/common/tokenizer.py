@@ -76,6 +76,10 @@ def open_tokenizer(folder: Path) -> Any:
             f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there (save "
             "the tokenizer as a fast one with transformers), or give a folder that has one."
         ) from failure
+    if not any(path.name in (WHOLE, *VOCABULARIES) or path.name.endswith(OTHERS) for path in folder.iterdir()):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
+        ) from failure
     message = " ".join(str(failure).split())
     if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
         # transformers takes what it cannot open for a file of tiktoken, and names that package.

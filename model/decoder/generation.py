@@ -136,8 +136,8 @@ def show(
         raise CheckpointError("the prompt is empty; write at least one word.")
     if max(ids) >= (n_tokens := model.config.vocab_size):
         raise CheckpointError(
-            f"{folder}: the tokenizer gives the id {max(ids)}, but the model has {n_tokens} tokens; they do not belong "
-            "together."
+            f"{folder}: the tokenizer gives the id {max(ids)}, but the model has a vocabulary of {n_tokens:,}; they "
+            "do not belong together."
         )
     out, text = list[int](), ""
     times = [time.perf_counter()]

@@ -14,6 +14,9 @@ TOKEN_IDS = "input_ids"
 MASK, LABELS = "attention_mask", "labels"
 """Columns beside it, if there are any: 0 where the ids are padding, and the ids to predict, or −100."""
 
+OR_NAME_IT = ", or name it with `uptrain prepare --text-column`"
+"""End of the advice on a record without a text, for commands that take such an option."""
+
 Integers = npt.NDArray[np.int64]
 
 
@@ -157,8 +160,8 @@ def document(record: Any, text_column: str) -> Document:
     if TOKEN_IDS in record:
         return _masked(record)
     return Problem(
-        f"no field {text_column!r} among {some(list(record))}; name the field of the text with `uptrain prepare "
-        f"--text-column`, or rename it to {text_column!r}"
+        f"no field {text_column!r} among {some(list(record))}; rename the field of the text to "
+        f"{text_column!r}{OR_NAME_IT}"
     )
 
 

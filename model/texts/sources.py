@@ -9,13 +9,14 @@ and reported. Where a folder has nothing else, it is read, so that an error says
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
-from model.common.files import check_name, is_plain_name
+from model.common.files import check_name, home_problem, is_plain_name
 from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
 from model.texts import READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
@@ -41,16 +42,26 @@ def find_files(name: str, option: str) -> TextFiles:
         return TextFiles(name, ARROW, hub_files(name))
     if not name:
         raise InputError(f"{option}: the path is empty. Is a variable of the shell unset?")
+    if problem := home_problem(name):
+        raise InputError(f"{option}: {problem}")
     path = Path(name)
     check_name(path, option)
     if path.is_dir():
         return _find_in_folder(path, option)
     if not path.exists():
-        raise InputError(f"{option} {name}: no such file or folder. (A dataset of the hub is {HUB}{name}.)")
+        raise InputError(f"{option} {name}: no such file or folder.{_hint(name)}")
     format_name = format_of(path.name)
     if format_name is None:
         raise InputError(f"{option} {name}: not a known format; known are {_known_suffixes()}.")
     return TextFiles(name, format_name, _check_readable((name,)))
+
+
+def _hint(name: str) -> str:
+    """Return what may have been meant by a name that is no file: a pattern, or a dataset of the hub."""
+    if any(mark in name for mark in "*?["):
+        return " Patterns are not expanded; give the folder, or the option once for each file."
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and format_of(name) is None
+    return f" (A dataset of the hub is {HUB}{name}.)" if is_hub_name else ""
 
 
 def _find_in_folder(folder: Path, option: str) -> TextFiles:
@@ -76,7 +87,8 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")
     if len(formats) > 1:
         counts = ", ".join(f"{len(paths)} {name} (e.g. {paths[0]})" for name, paths in formats.items())
-        raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format.")
+        each = ", with one --data each" if option == "--data" else ""
+        raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format{each}.")
     ((name, paths),) = formats.items()
     return TextFiles(str(folder), str(name), _check_readable(tuple(paths)), ignored)
 

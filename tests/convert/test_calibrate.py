@@ -136,7 +136,7 @@ def test_dataset_without_texts(convert, parent, tmp_path):
             "--calibration-tokens cannot be combined with --method mean",
         ),
         (("--method", "mean", "--refit"), "--refit needs a calibration text"),
-        (("--method", "pca", "--calibration", "/nowhere/text.txt"), "/nowhere/text.txt: no such file or folder. ("),
+        (("--method", "pca", "--calibration", "/nowhere/text.txt"), "/nowhere/text.txt: no such file or folder. --cal"),
         (("--method", "pca", "--calibration", "SOURCE"), "no file of a known format; known are .jsonl, "),
         (("--method", "pca", "--calibration", "hub:nobody/nothing"), "hub:nobody/nothing cannot be loaded ("),
         (("--method", "pca", "--calibration-tokens", "100"), "is too few; give at least 256"),
@@ -167,12 +167,12 @@ def test_refused(convert, parent, tmp_path, prose, options, words):
         (
             "bad.jsonl",
             b'{"input_ids": [300' + b", 1" * 99999 + b"]}",
-            "has the token id 300, but the model has 300 tokens",
+            "has the token id 300, but the model has a vocabulary of 300",
         ),
         (
             "bad.jsonl",
             b'{"input_ids": [-1' + b", 1" * 99999 + b"]}",
-            "has the token id -1, but the model has 300 tokens",
+            "has the token id -1, but the model has a vocabulary of 300",
         ),
         ("bad.md", b"words", "bad.md: not a known format; known are .jsonl, "),
         ("bad.md", b"words", "--calibration also takes self, shipped and none."),
@@ -188,7 +188,7 @@ def test_calibration_texts_that_cannot_be_read(convert, parent, tmp_path, name, 
 def test_token_ids_of_another_model(convert, parent, tmp_path, wrong):
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [wrong, *([1] * 1023)]}))
     options = ("--method", "pca", "--calibration-tokens", 1024, "--calibration", tmp_path / "ids.jsonl")
-    words = f"has the token id {wrong}, but the model has 300 tokens"
+    words = f"has the token id {wrong}, but the model has a vocabulary of 300"
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options).refused(words)
 
 

@@ -188,7 +188,9 @@ def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated
 
 def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     other = tiny.save(tiny.build(seed=1), tmp_path / "other", "bfloat16")
-    assert convert("verify", other, out).code == 3
+    result = convert("verify", other, out)
+    assert (result.code, result.err.count("\n")) == (3, 1)
+    assert result.err.startswith(f"DIFFERENT: {out} was not made from {other} as it is now: the source file model")
     wider = tiny.save(tiny.build(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), tmp_path / "wider")
     convert("verify", wider, out).refused(f"{out} cannot have been made from {wider}: ")
     record = json.loads((out / "groupwise.json").read_text())

@@ -30,8 +30,8 @@ BAD = {
     "no object": (b"[1, 2]\n", "a list instead of an object"),
     "no column": (
         b'{"body": "a"}\n',
-        "no field 'text' among 'body'; name the field of the text with `uptrain prepare --text-column`, or rename it "
-        "to 'text'",
+        "no field 'text' among 'body'; rename the field of the text to 'text', or name it with `uptrain prepare "
+        "--text-column`",
     ),
     "type": (b'{"text": 5}\n', "field 'text' is a number, not a string"),
     "id too high": (
@@ -206,7 +206,7 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("array beside lines", ["array beside lines/a.json is a JSON array; write one object per line: jq -c '.[]' "]),
         ("config alone", ["config.json is JSON with an object over several lines; write one object per line: jq -c "]),
         ("info alone", ["dataset_info.json:1: no field 'text' among 'description'"]),
-        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "name files of one format"]),
+        ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "of one format, with one --data each"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
         ("deep", ["state.json is damaged (RecursionError"]),
@@ -279,6 +279,25 @@ def test_json_that_is_no_text_beside_texts(prepare, tmp_path):
     assert summary["ignored"] == [str(folder / name) for name in sorted(others)]
     assert summary["documents"] == 4
     assert "labels.json: JSON, but not one object per line" in prepare(folder).succeeded().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("org/name", "no such file or folder. (A dataset of the hub is hub:org/name.)\n"),
+        ("./name", "no such file or folder.\n"),
+        ("b.jsonl", "no such file or folder.\n"),
+        ("texts/*.jsonl", "no such file or folder. Patterns are not expanded; give the folder, or the option once for"),
+        ("~/texts", "~/texts begins with ~, which was not replaced; write the whole path"),
+    ],
+)
+def test_what_a_missing_text_may_have_meant(prepare, data, words):
+    prepare(data).refused(f"--data {data}: " if "~" not in data else "--data", words)
+
+
+def test_a_pattern_that_the_shell_has_replaced(prepare, uptrain, tmp_path):
+    prepare("a.txt", options=("b.txt",)).refused("unexpected extra argument (b.txt) Repeat --data for each file, or")
+    uptrain("status", tmp_path, "b.txt").refused("unexpected extra argument (b.txt)\n")
 
 
 def test_a_folder_of_texts_with_links(prepare, tmp_path):
@@ -386,7 +405,7 @@ def test_invalid_tokenizer(uptrain, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line())
     folder = tmp_path / "tokenizer"
     arguments = ("prepare", "--data", tmp_path / "a.jsonl", "--seq-len", 8, "--out", tmp_path / "out", "--tokenizer")
-    uptrain(*arguments, folder).refused("--tokenizer", "does not exist")
+    uptrain(*arguments, folder).refused(f"{folder}: no such file or folder; give a model's folder, or its name")
     folder.mkdir()
     uptrain(*arguments, folder).refused(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model)")
     (folder / "tokenizer.json").write_text("{}")

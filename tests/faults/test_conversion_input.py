@@ -64,6 +64,20 @@ def test_paths_of_unset_shell_variables(convert, uptrain, source, tmp_path, monk
     assert (tmp_path / "here/config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+def test_a_home_that_no_shell_has_replaced(convert, uptrain, source, tmp_path, monkeypatch):
+    """As in quotes, after `=` and in a TOML file."""
+    monkeypatch.chdir(tmp_path)
+    words = "begins with ~, which was not replaced; write the whole path (in a shell, $HOME/…), or ./~"
+    convert("mha-to-mqa", "--method", "mean", source, "~/out").refused("OUT", f"~/out {words}/out.")
+    convert("inspect", "~me/model").refused("SOURCE", words)
+    uptrain("evaluate", "~/model", "--data", source).refused("MODEL", words)
+    uptrain("prepare", "--data", source, "--seq-len", 32, "--tokenizer", "~/model", "--out", "out").refused(words)
+    (tmp_path / "run.toml").write_text('out = "~/run"')
+    options = ("--config", "run.toml", "--data", source, "--steps", 1)
+    uptrain("run", source, *options).refused("--out", f"~/run {words}/run.")
+    assert [path.name for path in tmp_path.iterdir() if "~" in path.name] == []
+
+
 def test_damaged_record_of_an_earlier_conversion(refuse, source):
     (source / "groupwise.json").write_text("[" * 100_000)
     refuse("groupwise.json", "damaged", options=("--dry-run",))
@@ -282,7 +296,7 @@ def test_overwrite_onto_something_else(convert, source, tmp_path):
 def test_not_enough_disk(refuse, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    refuse("0.00 GB free", "are needed")
+    refuse("1 MB free", "are needed")
 
 
 def test_second_conversion_at_the_same_time(convert, source, tmp_path):

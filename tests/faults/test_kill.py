@@ -132,7 +132,8 @@ def test_interrupt_says_how_to_continue(source, tmp_path):
     assert result.returncode == 1
     assert (
         result.stderr.strip()
-        == "Error: interrupted; the same command continues, or starts again if it keeps no partial work."
+        == f"Error: interrupted; finished work is kept in {tmp_path}/.out.groupwise, and the same command continues "
+        "from there."
     )
     assert not (tmp_path / "out").exists()
 

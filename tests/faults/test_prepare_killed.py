@@ -133,10 +133,7 @@ def test_signal_in_the_middle(
         (os.killpg if whole_group else os.kill)(process.pid, number)
     result = finish()
     assert result.code == 1
-    assert (
-        result.err.strip()
-        == "Error: interrupted; the same command continues, or starts again if it keeps no partial work."
-    )
+    assert result.err.strip() == "Error: interrupted; finished work is kept, and the same command continues."
     wait_until(lambda: not processes_of(process.pid))
     assert not out.exists()
     units_done = [json.loads(line)["name"] for line in journal.read_text().splitlines()[1:]]
@@ -165,7 +162,7 @@ def test_signal_while_workers_start(tmp_path, tokenizer, long_source, number):
         os.killpg(process.pid, number)
         assert process.wait(60) == 1
     shown = (tmp_path / "err").read_text().strip()
-    assert shown.startswith("Error: interrupted; the same command continues") and "\n" not in shown, shown
+    assert shown.startswith("Error: interrupted; finished work is kept") and "\n" not in shown, shown
     wait_until(lambda: not processes_of(process.pid))
     assert not out.exists()
 

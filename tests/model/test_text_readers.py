@@ -150,11 +150,11 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": {}}\n', "field 'text' is an object, not a string"),
         (
             b"{}\n",
-            "no field 'text' among no fields; name the field of the text with `uptrain prepare --text-column`",
+            "no field 'text' among no fields; rename the field of the text to 'text', or name it with `",
         ),
         (
             b'{"id": 1, "content": "a"}\n',
-            "no field 'text' among 'id', 'content'; name the field of the text with `uptrain prepare --text-column`",
+            "no field 'text' among 'id', 'content'; rename the field of the text to 'text', or name it with `",
         ),
         (b'{"text": "a"\n', "not valid JSON (Expecting ',' delimiter at column 13)"),
         (b'{"text": "a", "b"', "not valid JSON: the last line is cut off (Expecting ':' delimiter at column 18)"),

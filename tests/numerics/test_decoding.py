@@ -156,5 +156,5 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
 
 def test_a_prompt_of_another_tokenizer(tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=67), tmp_path / "model"), 300)
-    with pytest.raises(CheckpointError, match="but the model has 67 tokens; they do not belong together"):
+    with pytest.raises(CheckpointError, match="but the model has a vocabulary of 67; they do not belong together"):
         generation.show(folder, "~ z", 4, 0.0, 1.0, 0, "cpu")

@@ -141,7 +141,7 @@ def test_merging_in_two_steps_refining_and_what_is_seen_of_grouped_heads(convert
     ("changes", "words"),
     [
         ({"decoder_start_token_id": None}, "config.json has decoder_start_token_id = None"),
-        ({"decoder_start_token_id": 300}, "decoder_start_token_id = 300, but the model has 300 tokens"),
+        ({"decoder_start_token_id": 300}, "decoder_start_token_id = 300, but the model has a vocabulary of 300"),
     ],
 )
 def test_decoders_without_a_first_token(convert, tmp_path, changes, words):

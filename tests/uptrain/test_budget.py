@@ -167,8 +167,8 @@ def test_ambiguous_shape_is_refused():
     assert refusal(BudgetOptions(alpha=0.05), config(named("llama-2-7b")), "my-model") == (
         "the model's shape is that of llama-1-7b (1 T tokens), llama-2-7b (2 T tokens), open-llama-7b (1 T tokens), "
         "amber-7b (1.259 T tokens); say which with --original NAME, or give --original-tokens (how many tokens it was "
-        "pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
-        "learning rate; 1/3 of the pre-training's is usual)."
+        "pre-trained on, e.g. 2T; not needed with --tokens for --alpha), --global-batch-tokens (tokens of one "
+        "optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the pre-training's is usual)."
     )
 
 
@@ -180,24 +180,32 @@ def test_code_llama_asks_which_stage():
 def test_unknown_model_is_refused():
     assert refusal(BudgetOptions(alpha=0.05), {"model_type": "llama"}) == (
         "the model's pre-training is not in the table of known originals; give --original-tokens (how many tokens it "
-        "was pre-trained on, e.g. 2T), --global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak "
-        "learning rate; 1/3 of the pre-training's is usual), or name a known one with --original NAME."
+        "was pre-trained on, e.g. 2T; not needed with --tokens for --alpha), --global-batch-tokens (tokens of one "
+        "optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the pre-training's is usual), or name a known "
+        "one with --original NAME (an unknown NAME lists them)."
     )
     assert refusal(BudgetOptions(tokens=10**9, global_batch_tokens=2**20), {}) == (
         "the model's pre-training is not in the table of known originals; give --lr (peak learning rate; 1/3 of the "
-        "pre-training's is usual), or name a known one with --original NAME."
+        "pre-training's is usual), or name a known one with --original NAME (an unknown NAME lists them)."
     )
 
 
 def test_unknown_name_lists_the_known():
     assert refusal(BudgetOptions(alpha=0.05, original="gpt-5"), {}) == f"--original gpt-5: unknown; known are {KNOWN}."
+    assert refusal(BudgetOptions(alpha=0.05, original="Llama2-7b"), {}) == (
+        f"--original Llama2-7b: unknown; did you mean llama-2-7b? Known are {KNOWN}."
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give exactly one of --alpha, --tokens and --steps; given: none."),
-        ({"alpha": 0.1, "steps": 5}, "give exactly one of --alpha, --tokens and --steps; given: --alpha and --steps."),
+        ({}, "give exactly one of --alpha, --tokens and --steps, for example --alpha 0.0025; given: none."),
+        (
+            {"alpha": 0.1, "steps": 5},
+            "give exactly one of --alpha, --tokens and --steps, for example --alpha 0.0025; given: --alpha and "
+            "--steps.",
+        ),
         ({"alpha": 5.0}, "--alpha 5.0: it is a share of the original pre-training; 0.05 means 5 %."),
         ({"alpha": 0.0}, "--alpha 0.0: it is a share of the original pre-training; 0.05 means 5 %."),
         ({"alpha": math.nan}, "--alpha nan: it is a share of the original pre-training; 0.05 means 5 %."),
@@ -215,7 +223,7 @@ def test_bad_requests(options, message):
 def test_a_batch_is_whole_sequences(batch, choice):
     assert refusal(BudgetOptions(steps=5, lr=1e-4, global_batch_tokens=batch), {}) == (
         f"a global batch of {batch} tokens is not a whole number of windows of 2048 tokens; "
-        f"choose --global-batch-tokens {choice}."
+        f"choose --global-batch-tokens {choice}, or a shorter --seq-len."
     )
 
 

@@ -220,11 +220,12 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
     assert lines.count("all attention* kv lora") == 2
     assert [line for line in lines if "1.000e-03" in line] == ["1.000e-03 at step 4 to 16"]
     options = f"--global-batch-tokens 64000 --lr 0.001 --seq-len 1000 --teacher {source}"
-    assert text.endswith(f"Next: uptrain run {source} --steps 20 {options} --data CACHE --out RUN")
+    prepare = f"uptrain prepare --data TEXTS --tokenizer {source} --seq-len 1000 --tokens 1.29M --out CACHE"
+    assert text.endswith(f"Next: {prepare} uptrain run {source} --steps 20 {options} --data CACHE --out RUN")
     many = " ".join(uptrain(*given, "--processes", 2).out.replace("\\\n", " ").split())
     size_of_each = size(memory["sharded_bytes_per_process"]["2"])
     assert f"training attention takes {size_of_each} on each of 2 devices" in many
-    assert f"Next: GPUS=2 scripts/uptrain_multi_gpu.sh run {source} --steps 20" in many
+    assert f"--out CACHE GPUS=2 scripts/uptrain_multi_gpu.sh run {source} --steps 20" in many
 
 
 def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
@@ -237,7 +238,9 @@ def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
     fitting = " ".join(uptrain(*given, "--memory", room).out.replace("\\\n", " ").split())
     command = plan(uptrain, *given[1:], "--memory", room)["memory"]["fitting"]["1"]["command"]
     assert "--trainable kv" in command and "--micro-batch 8 " not in command  # 8 is the default here
-    assert fitting.endswith(f"Next: {command} --steps 20 --global-batch-tokens 64000 --lr 0.001 --data CACHE --out RUN")
+    assert fitting.endswith(
+        f"--out CACHE {command} --steps 20 --global-batch-tokens 64000 --lr 0.001 --data CACHE --out RUN"
+    )
     assert uptrain(*given, "--memory", 10**4).out.rstrip().endswith("nothing fits 1 device of 10 kB")
 
 
@@ -250,9 +253,10 @@ def test_nothing_is_written(uptrain, source):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ("exactly one of --alpha, --tokens and --steps; given: none",)),
+        ((), ("exactly one of --alpha, --tokens and --steps, for example --alpha 0.0025; given: none",)),
         (("--alpha", 0.1, "--tokens", "1B"), ("given: --alpha and --tokens",)),
         (("--alpha", 5), ("--alpha 5.0", "0.05 means 5 %")),
+        (("--alpha", "0.25%"), ("--alpha", "give a share: 0.0025 for 0.25 %.")),
         (("--alpha", "x"), ("'--alpha'",)),
         (("--tokens", "5x"), ("'--tokens'", "'5x' is not a count; give a whole number such as 4096, or 4K")),
         (("--steps", 0), ("'--steps'", "not a whole number of at least 1")),

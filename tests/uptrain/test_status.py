@@ -60,7 +60,7 @@ STATES = {
     "died": ({"status": "running", "step": 0, "reason": "", "pid": NOBODY}, ["no process", "next uptrain resume"]),
     "preempted": (
         {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 1},
-        ["preempted: it saved and stopped (SIGTERM)", "next uptrain resume"],
+        ["stopped (SIGTERM), and saved", "next uptrain resume"],
     ),
     "finished": (
         {"status": "finished", "step": 50, "reason": "finished", "pid": 1},

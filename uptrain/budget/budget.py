@@ -49,7 +49,9 @@ class BudgetOptions:
         given = [name for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
         if len(given) != 1:
             listed = " and ".join(f"--{name}" for name in given) or "none"
-            raise InputError(f"give exactly one of --alpha, --tokens and --steps; given: {listed}.")
+            raise InputError(
+                f"give exactly one of --alpha, --tokens and --steps, for example --alpha 0.0025; given: {listed}."
+            )
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise InputError(f"--alpha {self.alpha}: it is a share of the original pre-training; 0.05 means 5 %.")
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
@@ -179,7 +181,9 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     """Raise InputError if options are missing that only a single original could supply."""
     missing = []
     if options.alpha is not None and options.original_tokens is None:
-        missing.append("--original-tokens (how many tokens it was pre-trained on, e.g. 2T)")
+        missing.append(
+            "--original-tokens (how many tokens it was pre-trained on, e.g. 2T; not needed with --tokens for --alpha)"
+        )
     if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")
     if options.lr is None:
@@ -193,7 +197,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
         )
     raise InputError(
         f"the model's pre-training is not in the table of known originals; give {', '.join(missing)}, "
-        "or name a known one with --original NAME."
+        "or name a known one with --original NAME (an unknown NAME lists them)."
     )
 
 
@@ -203,5 +207,5 @@ def _check_batch(batch: int, seq_len: int) -> None:
         choices = f"{below} or {below + seq_len}" if below else str(seq_len)
         raise InputError(
             f"a global batch of {batch} tokens is not a whole number of windows of {seq_len} tokens; "
-            f"choose --global-batch-tokens {choices}."
+            f"choose --global-batch-tokens {choices}, or a shorter --seq-len."
         )

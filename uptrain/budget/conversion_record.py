@@ -24,6 +24,17 @@ def merge_method(folder: Path) -> str | None:
     return next((method for _, method, _ in _conversions(folder) if method), None)
 
 
+def parent_advice(model: Path) -> str | None:
+    """Return advice to distil from the parent of a model whose attention Groupwise changed; None for any other."""
+    parent = next((name for name, method, _ in _conversions(model) if method), None)
+    if parent is None:
+        return None
+    return (
+        f"{model} was converted from {parent}, and trains without it; distilling from that parent (--teacher FOLDER) "
+        "usually ends with a lower loss."
+    )
+
+
 def teacher_warning(model: Path, teacher: Path) -> str | None:
     """Return a warning if the teacher has fewer K/V heads than the model's parent: it was then merged itself.
 

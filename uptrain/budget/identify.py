@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from model.common.errors import InputError
@@ -15,7 +16,10 @@ def named(name: str) -> PretrainingRecord:
     for original in ORIGINALS:
         if original.name == name:
             return original
-    raise InputError(f"--original {name}: unknown; known are {', '.join(o.name for o in ORIGINALS)}.")
+    known = [original.name for original in ORIGINALS]
+    near = get_close_matches(name.lower(), known, 1)
+    meant = f"did you mean {near[0]}? Known" if near else "known"
+    raise InputError(f"--original {name}: unknown; {meant} are {', '.join(known)}.")
 
 
 def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[PretrainingRecord, ...]:

@@ -56,6 +56,7 @@ def command(as_json: bool, **options: Any) -> None:
     rows.append(("perplexity", f"{result['perplexity']:.4g}"))
     if "kl" in result:
         rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))
+        rows.append(("above the teacher's", f"{result['loss'] - result['teacher_loss']:+.4f}"))
         rows.append(("KL from the teacher", f"{result['kl']:.4f}"))
         rows.append(("agreement", f"{result['agreement']:.1%}"))
     console.print_key_values(str(given.model), rows)

@@ -7,6 +7,7 @@ import click
 
 from model.common import console
 from model.common.command_options import PathType, json_option
+from model.common.staging import check_room
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.folder import METRICS, Run
 from uptrain.runs.settings import Settings
@@ -38,10 +39,11 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
 
     settings = Run.read(run).settings  # refused, as an OUT that exists, before torch is imported, which takes seconds
     refuse_existing(out, "choose another OUT")
-    from uptrain.export.export import default_dtype, export, find_checkpoint, stored_size
+    from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
     dtype = dtype or default_dtype(settings, run)
+    check_room(out, exported_size(run, checkpoint, dtype))
     progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
     with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
         record = export(run, checkpoint, out, dtype, progress)

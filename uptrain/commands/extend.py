@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from model.common.command_options import FiniteFloat, PathType
+from model.common.command_options import PathType, ShareType
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.distributed.signals import stop_request
 from uptrain.runs.folder import Run
@@ -15,7 +15,7 @@ from uptrain.runs.folder import Run
 @click.option("--out", type=PathType(), required=True, metavar="RUN2", help="The folder of the longer run.")
 @click.option(
     "--alpha",
-    type=FiniteFloat(),
+    type=ShareType(),
     metavar="SHARE",
     help="New total, with what RUN has trained, as a share of the original pre-training.",
 )

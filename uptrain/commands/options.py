@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import Command, CountType, FiniteFloat, PathType, add_options
+from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, add_options
 from model.common.errors import InputError
 from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
@@ -42,16 +42,6 @@ class ModelFolder(PathType):
                 "(org/name)."
             )
         return path
-
-
-class TokenizerFolder(PathType):
-    """A folder with a tokenizer, or the name of a model in the Hugging Face cache, whose folder there is the value."""
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, file_okay=False)
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        return super().convert(_find_in_cache(Path(value)) or value, parameter, context)
 
 
 trainable_option = click.option(
@@ -97,7 +87,7 @@ def budget_options(command: Command) -> Command:
     """Add the options of the budget: the length of the training and its original."""
     return add_options(
         command,
-        click.option("--alpha", type=FiniteFloat(), metavar="SHARE",
+        click.option("--alpha", type=ShareType(), metavar="SHARE",
                      help="Length of the training as a share of the original pre-training. The GQA paper uses 0.05."),
         count_option("--tokens", "Length of the training in tokens, e.g. 50B."),
         count_option("--steps", "Length of the training in optimizer steps."),

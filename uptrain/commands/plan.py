@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from decimal import ROUND_UP, Decimal
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -122,7 +123,7 @@ def _summary(plan: dict[str, Any]) -> str:
 
 
 def _next_command(plan: dict[str, Any]) -> str:
-    """Return the command that trains as planned, with the options that were given, in lines of up to 80 columns.
+    """Return the commands that prepare the data and train as planned, with the options that were given.
 
     With --memory, it is the first that fits.
     """
@@ -142,8 +143,28 @@ def _next_command(plan: dict[str, Any]) -> str:
         name = str(parameter.name)
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name not in covered:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
+    if plan["data"]:
+        return _wrapped([*parts, "--out RUN"])
+    return f"{_prepare_command(plan)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
+
+
+def _prepare_command(plan: dict[str, Any]) -> str:
+    """Return the command that makes the token cache, with a little more than the planned tokens, in three digits."""
+    more = Decimal(plan["tokens"]) * Decimal("1.001")
+    digits = more.quantize(Decimal(1).scaleb(max(0, more.adjusted() - 2)), ROUND_UP)
+    unit, power = next(
+        ((unit, power) for unit, power in (("B", 9), ("M", 6), ("K", 3)) if digits >= 10**power), ("", 0)
+    )
+    tokens = f"{digits.scaleb(-power).normalize():f}{unit}"
+    model = shlex.quote(plan["model"])
+    parts = ["uptrain prepare --data TEXTS", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
+    return _wrapped([*parts, f"--tokens {tokens}", "--out CACHE"])
+
+
+def _wrapped(parts: list[str]) -> str:
+    """Return a command in lines of up to COMMAND_WIDTH columns."""
     lines = [""]
-    for part in (*parts, *([] if plan["data"] else ["--data CACHE"]), "--out RUN"):
+    for part in parts:
         if lines[-1] and len(lines[-1]) + len(part) > COMMAND_WIDTH:
             lines.append(part)
         else:

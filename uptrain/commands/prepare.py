@@ -1,5 +1,6 @@
 """Run `uptrain prepare`: tokenise texts into a token cache."""
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, json_option
 from model.common.errors import InputError
-from uptrain.commands.options import TokenizerFolder, parse_machine_shard
-from uptrain.distributed.signals import interruptible
+from uptrain.commands.options import ModelFolder, parse_machine_shard
+from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
@@ -30,7 +31,7 @@ SHOWN = 10
 )
 @click.option(
     "--tokenizer",
-    type=TokenizerFolder(),
+    type=ModelFolder(file_okay=False),
     metavar="FOLDER",
     help="Hugging Face folder with the tokenizer, such as the model's, or its name in the cache (org/name).",
 )
@@ -80,7 +81,7 @@ def command(**options: Any) -> None:
     from uptrain.data.prepare.prepare import prepare
 
     as_json = options.pop("as_json")
-    with interruptible():
+    with interruptible(CONTINUES):
         result = prepare(_prepare_options(**options), quiet=as_json)
     if as_json:
         console.print_json(result)
@@ -128,6 +129,7 @@ def _show(result: dict[str, Any]) -> None:
         *(("ignored", text) for text in _ignored(result["ignored"])),
     ]
     console.print_key_values(f"Token cache {result['out']}", rows)
+    console.echo(f"\nNext: uptrain run MODEL --data {shlex.quote(result['out'])} --alpha A --out RUN")
 
 
 def _ignored(files: list[str]) -> list[str]:
@@ -139,4 +141,9 @@ def _ignored(files: list[str]) -> list[str]:
 
 def _described(source: dict[str, Any]) -> str:
     weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-    return f"{source['documents']:,} documents, {source['tokens']:,} tokens, {source['files']} file(s){weight}"
+    documents, files = _number(source["documents"], "document"), _number(source["files"], "file")
+    return f"{documents}, {source['tokens']:,} tokens, {files}{weight}"
+
+
+def _number(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from model.common.checks import short_repr
-from model.common.command_options import FiniteFloat, PathType, RenamedOption, pop_fields
+from model.common.command_options import FiniteFloat, GroupedCommand, PathType, RenamedOption, pop_fields
 from uptrain.budget.budget import BudgetOptions
 from uptrain.checkpoints.files import DEFAULT_KEEP_LAST
 from uptrain.commands.options import (
@@ -25,6 +25,19 @@ from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
 from uptrain.training.losses import LOSSES
 
 PATH = PathType()
+HEADINGS = {
+    "What to train, on what": ("init", "data", "seq-len", "out", "config"),
+    "How long (give one of --alpha, --tokens and --steps)": (
+        "alpha", "tokens", "steps", "original", "original-tokens", "global-batch-tokens", "max-minutes",
+    ),
+    "Teacher and loss": ("teacher", "teacher-logits", "loss"),
+    "Parameters and optimizer": (
+        "trainable", "lora-rank", "optimizer", "lr", "schedule", "warmup-steps", "weight-decay", "spike-sigma", "seed",
+    ),
+    "Memory and speed": ("micro-batch", "activation-checkpointing", "precision", "compile"),
+    "Evaluating, saving and logging": ("eval-data", "eval-every", "save-every", "keep-last", "track"),
+}  # fmt: skip
+"""The options in the help."""
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -76,7 +89,7 @@ def _check_no_nul(text: str) -> str:
     return text
 
 
-@click.command("run")
+@click.command("run", cls=GroupedCommand, headings=HEADINGS)
 @click.argument("model", type=ModelFolder(), required=False)
 @click.option(
     "--config",

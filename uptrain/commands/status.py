@@ -77,7 +77,7 @@ def _status(status: dict[str, Any]) -> str:
         "not started": "not started",
         "running": f"running as process {status['pid']}, last line written {last_line}",
         "died": f"died: no process {status['pid']} on this machine, last line written {last_line}",
-        "preempted": f"preempted: it saved and stopped ({status['reason']})",
+        "preempted": f"stopped ({status['reason']}), and saved",
         "finished": "finished",
     }.get(status["status"], f"{status['status']}: {status['reason']}")
 

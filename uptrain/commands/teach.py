@@ -8,7 +8,7 @@ from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, json_option
 from uptrain.commands.options import ModelFolder, parse_machine_shard
-from uptrain.distributed.signals import interruptible
+from uptrain.distributed.signals import CONTINUES, interruptible
 
 PATH = PathType()
 
@@ -40,7 +40,7 @@ def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, a
     command again to continue.
     """
     machine_shard = None if shard is None else parse_machine_shard(shard)
-    with interruptible():
+    with interruptible(CONTINUES):
         from uptrain.teach import TeachOptions, teach
 
         result = teach(TeachOptions(model, data, out, top_k, machine_shard), quiet=as_json)

@@ -14,7 +14,7 @@ from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
 from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
 from uptrain.distributed.collectives import main_process_first
-from uptrain.distributed.signals import interruptible
+from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
 BYTES_PER_TOKEN = 4
 """Of a text, about."""
@@ -113,7 +113,7 @@ def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int
 
 
 def _build(options: PrepareOptions, quiet: bool) -> None:
-    with interruptible():
+    with interruptible(STARTS_AGAIN if options.temporary else CONTINUES):
         summary = prepare(options, quiet)
     if ignored := summary["ignored"]:
         warn(f"{options.option}: {len(ignored):,} files of an unknown format are left out, such as {ignored[0]}.")

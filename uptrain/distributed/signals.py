@@ -16,6 +16,8 @@ _SAME_REQUEST_SECONDS = 1.0
 """Signals within this time count as one request: a launcher may forward a signal that the terminal sent as well."""
 KILLED = 130
 """Exit code after a second signal."""
+STARTS_AGAIN = "nothing was kept, and the same command starts again"
+CONTINUES = "finished work is kept, and the same command continues"
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -68,8 +70,10 @@ def blocked_in_children() -> Iterator[None]:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on each of the signals in this context: for resumable work without steps.
+def interruptible(after: str = STARTS_AGAIN) -> Iterator[None]:
+    """Raise KeyboardInterrupt on each of the signals in this context: for work without steps.
+
+    `after`: what the same command does afterwards; the exception's message.
 
     Only the first signal raises: another could interrupt while locks are held that workers wait for. A signal after
     _SAME_REQUEST_SECONDS ends the process immediately, and its workers with it.
@@ -80,12 +84,12 @@ def interruptible() -> Iterator[None]:
         nonlocal first
         if first is None:
             first = time.monotonic()
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(after)
         if time.monotonic() - first > _SAME_REQUEST_SECONDS:
-            _exit_at_once(b"stopped by a second signal; the same command continues, or starts again.\n")
+            _exit_at_once(f"stopped by a second signal; {after}.\n".encode())
 
     if stop_request.reason:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(after)
     before = {number: signal.signal(number, interrupt) for number in _handled()}
     try:
         yield

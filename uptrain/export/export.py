@@ -117,6 +117,12 @@ def stored_size(run_folder: Path, checkpoint: Path) -> int:
         return sum(tensor.nbytes for tensor in weights.tensors.values())
 
 
+def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
+    """Return how many bytes of weights `export` writes."""
+    with _open_weights(Run.read(run_folder), run_folder, checkpoint) as weights:
+        return sum(replace(tensor, dtype=DTYPES[dtype]).nbytes for tensor in weights.tensors.values())
+
+
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
     trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))

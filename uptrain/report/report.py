@@ -1,5 +1,6 @@
 """Write the report of runs from their metrics: an HTML page and a PNG."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,9 +37,16 @@ def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
     if out is None:
         if len(folders) > 1:
             raise InputError("a report of several runs needs --out FILE.html.")
-        return folders[0] / REPORT
+        return _check_writable(folders[0] / REPORT)
     if out.suffix != ".html":
         raise InputError(f"--out {out}: the name must end in .html; the picture is written beside it.")
     if not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent} for {out.name}; create it first.")
-    return out
+    return _check_writable(out)
+
+
+def _check_writable(page: Path) -> Path:
+    """Return the page's path. Raises InputError if its folder exists and cannot be written to."""
+    if page.parent.is_dir() and not os.access(page.parent, os.W_OK):
+        raise InputError(f"the folder {page.parent} is not writable; write the report elsewhere with --out FILE.html.")
+    return page

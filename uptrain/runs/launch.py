@@ -19,7 +19,7 @@ from model.common.machine import world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.families import is_native
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
-from uptrain.budget.conversion_record import teacher_warning
+from uptrain.budget.conversion_record import parent_advice, teacher_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
     ensure_cache,
@@ -85,9 +85,11 @@ def launch_new(options: RunOptions) -> None:
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
     config = read_config(folder)[1]
+    is_plain = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
         few_steps_warning(options.budget, budget), context_warning(config, max(seq_lens)), _packing_warning(config),
-        _evaluation_warning(settings, budget.tokens), *warnings_of(settings, warned_of_overlap=bool(overlap)),
+        _evaluation_warning(settings, budget.tokens), parent_advice(folder) if is_plain else None,
+        *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:
         status = start(settings, budget, folder, out, deadline, _warn_at_start(list(filter(None, warnings)), show))

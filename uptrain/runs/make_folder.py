@@ -16,7 +16,7 @@ from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import Staging, check_out
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs.folder import MODEL, RUN, Run
+from uptrain.runs.folder import MODEL, RUN, STATE, Run, read_state
 from uptrain.runs.settings import Settings
 
 
@@ -71,8 +71,18 @@ def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        hint = f"`uptrain resume {shlex.quote(str(out))}` continues it" if (out / RUN).exists() else advice
-        raise InputError(f"{out} exists already; {hint}.")
+        raise InputError(f"{out} exists already; {_continuing(out) if (out / RUN).exists() else advice}.")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be written to; {advice}.")
+
+
+def _continuing(run: Path) -> str:
+    """Return how to go on with an existing run."""
+    quoted = shlex.quote(str(run))
+    if read_state(run / STATE).get("status") != "finished":
+        return f"`uptrain resume {quoted}` continues it"
+    return (
+        f"the run is finished: `uptrain export {quoted} FOLDER` writes its model, and `uptrain extend {quoted} --out "
+        "RUN2 --steps N` trains it for longer"
+    )

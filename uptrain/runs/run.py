@@ -217,7 +217,7 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
     An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
     of one rank becomes a RankError.
     """
-    hint = f"`uptrain resume {shlex.quote(str(folder))}` continues {_resumed_at(folder)}"
+    hint = f"`uptrain resume {shlex.quote(str(folder))}` {_resumed_at(folder)}"
     if isinstance(error, SaveError):
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_out_of_memory(error):
@@ -249,7 +249,7 @@ def _resumed_at(folder: Path) -> str:
         is_saved = bool(list_checkpoints(folder / CHECKPOINTS))
     except OSError:  # it must not hide the error to explain
         is_saved = True
-    return "from the newest checkpoint" if is_saved else "at step 0, for want of a checkpoint"
+    return "continues from the newest checkpoint" if is_saved else "starts at step 0 (no checkpoint was saved)"
 
 
 def _record_start(
