@@ -219,6 +219,8 @@ class MemoryEstimator:
         kept = self.kept and self.kept(part)
         if is_native(self.config) or (kept and not isinstance(kept, InputError)):
             return None
+        if kept and kept.__cause__ is None:  # not the class's error but our refusal, which `uptrain run` gives too
+            return None
         why = f" ({str(kept).rstrip('.')})" if kept else ""
         return (
             f"the activations of model_type {self.config.get('model_type')!r} are estimated as Llama's, since those of "
