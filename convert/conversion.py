@@ -114,20 +114,22 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     """
     check_disk_space(plan, checkpoint, staging)
     _check_side_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
-    requested, before = plan, fingerprint(checkpoint, plan)
-    with _resumable(staging, before), prefix_path(checkpoint.config_folder):
+    with _resumable(staging, fingerprint(checkpoint, plan)), prefix_path(checkpoint.config_folder):
+        _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
-        if fingerprint(checkpoint, requested) != before:
-            raise CheckpointError(
-                f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."
-            )
+        _check_unchanged(checkpoint)
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()
     return plan, record
+
+
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    if not checkpoint.is_unchanged():
+        raise CheckpointError(f"{checkpoint.path} changed while it was read; convert again once nothing writes to it.")
 
 
 @contextmanager

@@ -94,6 +94,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return _usage(error), BAD_INPUT
     if isinstance(error, InputError):
         return str(error), BAD_INPUT
+    if isinstance(error, click.Abort) and isinstance(cause := error.__cause__ or error.__context__, EOFError):
+        raise cause  # click takes one for Ctrl-D at a prompt, of which there is none here
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return "interrupted; the same command continues, or starts again if it keeps no partial work.", FAILED
     if isinstance(error, (RunError, OSError)):
