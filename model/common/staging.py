@@ -128,6 +128,8 @@ class Staging:
                 f"{self.out} exists, and a killed run had moved the previous one to {self._replaced}; move one of them "
                 "elsewhere."
             )
+        for path in self.root.glob(f".{self._journal.name}.*"):  # of a kill in `replace_file`
+            path.unlink(missing_ok=True)
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill

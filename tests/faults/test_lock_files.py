@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+import tiny
 from commands import MEAN
 
 from model.common import files
@@ -110,3 +111,52 @@ def test_conversion_refuses_a_linked_staging_area(convert, source, tmp_path):
     (tmp_path / ".out.groupwise").symlink_to("elsewhere")
     convert("mha-to-gqa", source, tmp_path / "out", *MEAN).refused(".out.groupwise is a link")
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_checkpoints_outside_of_a_run_are_refused(tmp_path):
+    """Rotation would remove those of the run that they belong to."""
+    from accelerate import Accelerator
+
+    from uptrain.checkpoints.store import CheckpointStore
+
+    (tmp_path / "other/step-00000001").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to("../other")
+    store = CheckpointStore(tmp_path / "run/checkpoints", Accelerator(cpu=True), keep_last=1)
+    with pytest.raises(InputError, match="is a link out of the run"):
+        store.clean_up()
+    (tmp_path / "run/checkpoints").unlink()
+    store.clean_up()
+    assert (tmp_path / "other/step-00000001").is_dir()
+
+
+@pytest.mark.parametrize("name", ["other/model.safetensors", "notes.txt"])
+def test_overwrite_keeps_other_models_and_notes(convert, source, tmp_path, name):
+    out = tmp_path / "out"
+    tiny.save(tiny.build(seed=1), out)
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").succeeded()
+    assert (out / "groupwise.json").is_file()
+    if name == "notes.txt":
+        (out / "groupwise.json").unlink()
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("precious")
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused(f"here: {name}", "will not replace")
+    assert (out / name).read_text() == "precious"
+
+
+def test_hidden_files_are_left_out(convert, source, tmp_path):
+    (source / ".env").write_text("TOKEN=precious")
+    (source / ".ssh").mkdir()
+    (source / ".ssh/id_rsa").write_text("precious")
+    result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
+    assert ".env" in result.out
+    assert ".ssh/" in result.out
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_leftovers_of_a_killed_start_are_removed(tmp_path):
+    (tmp_path / ".out.groupwise").mkdir()
+    (tmp_path / ".out.groupwise/.journal.jsonl.123").write_text("{")
+    with Staging(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []

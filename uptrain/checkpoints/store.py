@@ -21,6 +21,7 @@ from torch import nn
 
 from model.common.errors import InputError, RunError
 from model.common.files import sync_file, sync_folder
+from model.common.read_files import leads_outside
 from uptrain.checkpoints.files import (
     MANIFEST,
     SPARE,
@@ -76,6 +77,11 @@ class CheckpointStore:
             )
 
     def _remove_leftovers(self) -> None:
+        if leads_outside(self.folder, self.folder.parent):  # rotation would remove another run's checkpoints
+            raise InputError(
+                f"{self.folder} is a link out of the run, whose checkpoints may be those of another; move them here. "
+                "For another disk, put the whole run there."
+            )
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             prefix, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
