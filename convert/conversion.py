@@ -22,8 +22,10 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import (
     CALIBRATION_TOKENS,
     INDEX,
+    MODEL_FILES,
     OWN_FILES,
     SKIPPED_FOLDERS,
+    WEIGHTS,
     is_uptrain_output,
     json_text,
 )
@@ -57,9 +59,11 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     if out.exists() and not overwrite:
         raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
     if out.exists() and not _is_replaceable(out):
+        other = _other_files(out) if out.is_dir() else []
+        named = f"; here: {other[0]}" if other else ""
         raise CheckpointError(
-            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git or a training run), so "
-            "--overwrite will not replace it."
+            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git or a training run{named}), "
+            "so --overwrite will not replace it."
         )
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -90,7 +94,26 @@ def _holds_other_work(folder: Path) -> bool:
         or any(folder.rglob("run.json"))  # of `uptrain run`, with its checkpoints
         or any(folder.rglob(AREAS))
         or any(path.is_dir() and is_uptrain_output(path) for path in folder.rglob("*"))
+        or bool(_other_files(folder))
     )
+
+
+def _other_files(folder: Path) -> list[str]:
+    """Return weights in subfolders, which are other models, and without a record of a conversion what is no model's.
+
+    A conversion copies whatever lies beside the weights of its source, so its own output may hold any other file.
+    """
+    is_output = (folder / CONVERSION_RECORD).is_file()
+    patterns = (*WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", ".gitattributes", "*.jinja")
+    return [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and (
+            (path.parent != folder and any(fnmatch(path.name, pattern) for pattern in WEIGHTS))
+            or (not is_output and not any(fnmatch(path.name, pattern) for pattern in patterns))
+        )
+    ]
 
 
 def check_disk_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
@@ -109,20 +132,22 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     """
     check_disk_space(plan, checkpoint, staging)
     _check_side_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
-    requested, before = plan, fingerprint(checkpoint, plan)
-    with _resumable(staging, before), prefix_path(checkpoint.config_folder):
+    with _resumable(staging, fingerprint(checkpoint, plan)), prefix_path(checkpoint.config_folder):
+        _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
         calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
-        if fingerprint(checkpoint, requested) != before:
-            raise CheckpointError(
-                f"{checkpoint.path} changed while it was read; convert again once nothing writes to it."
-            )
+        _check_unchanged(checkpoint)
         record = _write_side_files(checkpoint, plan, staging)
         staging.publish()
     return plan, record
+
+
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    if not checkpoint.is_unchanged():
+        raise CheckpointError(f"{checkpoint.path} changed while it was read; convert again once nothing writes to it.")
 
 
 @contextmanager

@@ -108,7 +108,11 @@ def _open_data(
     """Open the token cache, or make one of the texts in a temporary folder."""
 
     def make() -> Path:
-        return ensure_cache([options.data], options.model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
+        path = ensure_cache([options.data], options.model, seq_len, scratch / "tokens", temporary=True, quiet=quiet)
+        cache = TokenCache.open(path)
+        with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
+            cache.verify(advance)
+        return path
 
     path = on_main(accelerator, make)
     cache = TokenCache.open(path)

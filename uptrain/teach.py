@@ -37,6 +37,7 @@ from uptrain.data.teacher_logits import (
     Floats,
     LogitsManifest,
     LogitsShard,
+    TeacherLogits,
     window_bytes,
     window_crcs,
     windows_per_shard,
@@ -84,7 +85,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         )
     wanted = _describe(options, cache)
     if options.out.exists():
-        return _summary(options.out, _already_complete(options.out, wanted), was_complete=True)
+        return _summary(options.out, _already_complete(options.out, wanted, cache), was_complete=True)
     n_each = windows_per_shard(wanted.seq_len, wanted.n_windows, wanted.top_k, wanted.dtype)
     own_shard = options.machine_shard or MachineShard()
     parts = [
@@ -105,6 +106,9 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         missing = [(number, windows) for number, windows in own if not _is_complete(staging, number)]
         n_missing = sum(len(windows) for _, windows in missing)
         _check_disk_space(options.out, n_missing, wanted)
+        if missing:
+            with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
+                cache.verify(advance)
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
@@ -148,20 +152,24 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     )
 
 
-def _already_complete(out: Path, wanted: LogitsManifest) -> LogitsManifest:
-    """Return the manifest of OUT if it is that of `wanted`. Raises InputError if not."""
+def _already_complete(out: Path, wanted: LogitsManifest, cache: TokenCache) -> LogitsManifest:
+    """Return the manifest of OUT if it is that of `wanted`. Raises InputError if not, or if a file is damaged."""
+    damaged = (
+        f"{out} exists, and is no folder of teacher's logits, or a damaged one; choose another --out, or remove it"
+    )
     try:
         manifest = LogitsManifest.parse(out)
     except InputError as error:
-        raise InputError(
-            f"{out} exists, and is no folder of teacher's logits, or a damaged one; choose another --out, or remove it "
-            f"({str(error).rstrip('.')})."
-        ) from error
+        raise InputError(f"{damaged} ({str(error).rstrip('.')}).") from error
     for name, what in (
         ("top_k", "--top-k"), ("cache_sha256", "token cache"), ("teacher_sha256", "model"),
     ):  # fmt: skip
         if getattr(manifest, name) != getattr(wanted, name):
             raise InputError(f"{out} exists, and is of another {what}; choose another --out, or remove it.")
+    try:
+        TeacherLogits.open(out, cache)
+    except InputError as error:
+        raise InputError(f"{damaged} ({str(error).rstrip('.')}).") from error
     return manifest
 
 

@@ -29,7 +29,7 @@ from convert.calibration_text.text import CalibrationText
 from convert.latent.layer import FittedLatent
 from convert.layers.layer_stream import Layer, iter_layers, last_states
 from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
-from convert.merging.layer_file import save_layer
+from convert.merging.layer_file import FINISHED, save_layer
 from convert.merging.methods import find_alternatives, find_group_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
@@ -62,14 +62,14 @@ def write_layers(
     reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "finished").exists():
+    if (folder / FINISHED).exists():
         return
     recipe = conversions[0].recipe
     with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device, recipe.refine):
             save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
-    (folder / "finished").touch()
+    (folder / FINISHED).touch()
     last_states(folder).unlink()
 
 

@@ -5,13 +5,18 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from convert.merging.heads import GroupReport
 from convert.merging.layer import ConvertedLayer, LayerConversion
 from model.checkpoint import FLOAT_DTYPES
+from model.common.errors import RunError
 from model.common.files import sync_file
+
+FINISHED = "finished"
+"""An empty file in the folder of the layers, which says that all of them are written."""
 
 
 def save_layer(layer: ConvertedLayer, conversion: LayerConversion, folder: Path) -> None:
@@ -31,11 +36,23 @@ _READING = threading.Lock()
 
 
 def load_layer(conversion: LayerConversion, folder: Path) -> ConvertedLayer:
-    """Read a layer that `save_layer` wrote."""
-    with _READING, np.load(folder / conversion.file, allow_pickle=False) as file:
-        reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
-        dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
-        tensors = {name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in conversion.tensors}
+    """Read a layer that `save_layer` wrote.
+
+    Raises RunError if the file is missing or damaged, and removes it and FINISHED, so that the next run computes it.
+    """
+    path = folder / conversion.file
+    try:
+        # numpy would leave a damaged file open.
+        with _READING, path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
+            dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
+            tensors = {
+                name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in conversion.tensors
+            }
+    except (BadZipFile, EOFError, FileNotFoundError, KeyError, ValueError) as error:
+        for left in (folder / FINISHED, path):
+            left.unlink(missing_ok=True)
+        raise RunError(f"{path} is damaged ({error!r}); the same command computes it again") from error
     return ConvertedLayer(
         tensors, {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
     )

@@ -20,7 +20,7 @@ from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.hub import sha256_in_cache
-from model.checkpoint.safetensors_writer import ShardFile
+from model.checkpoint.safetensors_writer import ShardFile, header_bytes
 from model.common.console import Advance
 from model.common.files import file_sha256
 from model.common.machine import available_memory
@@ -108,7 +108,7 @@ class _ShardJob:
         self._digests: dict[str, str] = {}
 
     def tasks(self) -> list[Task]:
-        if self._shard.name in self._staging.finished and self._path.exists():
+        if self._shard.name in self._staging.finished and self._is_whole():
             size = sum(tensor.nbytes for tensor in self._tensors)
             return [lambda: size]
         computed = self._plan.computed
@@ -118,6 +118,11 @@ class _ShardJob:
         tasks += self._copies()
         self._left = len(tasks)
         return [partial(self._run, task) for task in tasks] or [self._finish]
+
+    def _is_whole(self) -> bool:
+        """Return whether the file of an earlier run has the size that it was written with."""
+        size = len(header_bytes(self._tensors, self._shard.metadata)) + sum(tensor.nbytes for tensor in self._tensors)
+        return self._path.is_file() and self._path.stat().st_size == size
 
     def _run(self, task: Task) -> int:
         n = task()

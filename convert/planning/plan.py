@@ -153,12 +153,10 @@ def plan_shards(
 
 
 def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
-    """Return a digest of everything the output depends on, cheap enough to compute before and after the conversion.
+    """Return a digest of everything the output depends on, cheap enough to compute for every conversion.
 
-    It includes the name, size and modification time of source files, and the names, dtypes and shapes of tensors. It
-    excludes inode numbers, which sshfs, s3fs and similar file systems may change while a file is read.
+    It includes names, dtypes and shapes of tensors, and the names and versions of source files as they were opened.
     """
-    stats = {path.name: path.stat() for path in checkpoint.weight_files}
     facts = {
         "version": version("groupwise"),
         "groups": plan.n_kv_heads,
@@ -168,6 +166,6 @@ def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
         "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
         "code": plan.code and plan.code.settings,
         "config": checkpoint.config_text.decode(errors="replace"),
-        "files": [[name, s.st_size, s.st_mtime_ns] for name, s in stats.items()],
+        "files": [[path.name, *checkpoint.version(path)] for path in checkpoint.weight_files],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

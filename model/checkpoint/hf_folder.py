@@ -23,19 +23,17 @@ from model.common.read_files import (
     read_bytes_up_to,
     refuse_outside,
 )
-from model.common.staging import AREAS
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Weights in any format, and leftovers of training. None of them describes the converted model.
+# Weights in any format, leftovers of training, and hidden files such as .env. None of them describes the output.
 SKIPPED_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
-    "*.npz", "*.distcp", ".metadata", ".metadata.json", "*.index.json", "trainer_state.json",
-    "events.out.tfevents*", "params.json", "checklist.chk", ".git*",
+    "*.npz", "*.distcp", "*.index.json", "trainer_state.json",
+    "events.out.tfevents*", "params.json", "checklist.chk", ".*",
 )  # fmt: skip
 SKIPPED_FOLDERS = (
-    ".git", ".cache", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
-    AREAS,
+    ".*", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
 )  # fmt: skip
 
 CALIBRATION_TOKENS = "groupwise_calibration.xz"

@@ -1,9 +1,11 @@
 """Define the interface that the readers of all checkpoint formats implement."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from model.checkpoint.tensor import Array, Span, TensorInfo
@@ -16,6 +18,15 @@ class Shard:
     name: str
     tensors: tuple[str, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+FileVersion = tuple[int, int]
+"""Size in bytes and modification time in nanoseconds. Inode numbers are no part: sshfs, s3fs and similar file systems
+may change them while a file is read."""
+
+
+def file_version(stat: os.stat_result) -> FileVersion:
+    return stat.st_size, stat.st_mtime_ns
 
 
 class Checkpoint(ABC):
@@ -43,6 +54,8 @@ class Checkpoint(ABC):
     """Sentences for the user about assumptions that were made and files that are missing."""
     reader_bytes: int = 0
     """Anonymous memory of the reader and its libraries, in bytes."""
+    opened: Mapping[Path, FileVersion] = MappingProxyType({})
+    """The versions of the weight files whose headers were read: only these fit the tensors."""
     keep_source_shards: bool = True
     """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
 
@@ -62,6 +75,14 @@ class Checkpoint(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release open files."""
+
+    def version(self, path: Path) -> FileVersion:
+        """Return the version of a weight file when it was opened."""
+        return self.opened.get(path) or file_version(path.stat())
+
+    def is_unchanged(self) -> bool:
+        """Return whether all weight files are those that were opened. Raises OSError if one is missing."""
+        return all(file_version(path.stat()) == self.version(path) for path in self.weight_files)
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -94,6 +94,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return _usage(error), BAD_INPUT
     if isinstance(error, InputError):
         return str(error), BAD_INPUT
+    if isinstance(error, click.Abort) and isinstance(cause := error.__cause__ or error.__context__, EOFError):
+        raise cause  # click takes one for Ctrl-D at a prompt, of which there is none here
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         reason = str(error.__cause__ or error)  # click raises Abort from the interrupt
         return f"interrupted; {reason or 'the same command starts again'}.", FAILED

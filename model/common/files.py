@@ -11,19 +11,22 @@ import resource
 import secrets
 import shutil
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Self
 
-from model.common.errors import InputError
+from model.common.errors import InputError, RunError
 from model.common.processes import is_running, pid_namespace, process_start
 
 _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
 MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
+_LOCK_TRIES = 100
+"""Attempts to lock a file that another process may remove between opening and locking, which is rare."""
 _HASHED_BYTES = 1 << 20
 _BLOCK = 512
 """Bytes of a block of `st_blocks` (POSIX)."""
@@ -215,29 +218,69 @@ class FileLock:
         return self._is_held
 
     def __enter__(self) -> Self:
-        """Acquire the lock. Raises LockedError if another process holds it, and OSError if no file can be created."""
-        while not self._is_held:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """Acquire the lock.
+
+        Raises LockedError if another process holds it, InputError if the path is a link or no regular file, and OSError
+        if no file can be created or written.
+        """
+        for _ in range(_LOCK_TRIES):
+            self._descriptor = self._open()
             try:
                 self._lock()
                 self._is_held = self._is_in_place()  # False if the last holder removed the file since it was opened
             finally:
                 if not self._is_held:
                     self.release()
-        return self
+            if self._is_held:
+                return self
+        raise OSError(
+            errno.ENOLCK, "what is written into the lock file cannot be read back; its file system has no usable locks",
+            str(self.path),
+        )  # fmt: skip
+
+    def _open(self) -> int:
+        """Open or create the file. A folder of somebody else may have a link there, whose target must stay as it is."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self.path, flags, 0o666)
+        except OSError:
+            if self.path.is_symlink():
+                raise InputError(f"{self.path} is a link, but a lock file is none; remove it.") from None
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise InputError(f"{self.path} is not a regular file, so it is no lock file; remove it.")
+        return descriptor
 
     def __exit__(self, *exc: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Remove the file and release the lock, if it is held."""
-        if self._is_held:
+        """Remove the file and release the lock, if it is held. The file may be that of a process on another machine."""
+        if self._is_held and _read(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
         if self._owns_file:
             self._owner_path.unlink(missing_ok=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._is_held, self._owns_file = -1, False, False
+
+    def check(self) -> None:
+        """Raise RunError if the file names another process, or is gone.
+
+        So it is if flock(2) holds on one machine only (Lustre with `-o localflock`, NFS with `-o nolock`), and another
+        machine has locked the file too. A file that cannot be read for the moment says nothing.
+        """
+        try:
+            owner = _read(self.path)
+        except OSError:
+            return
+        if owner != self._identity:
+            taken = f"names {_describe(owner)}" if owner else "is gone"
+            raise RunError(
+                f"{self.path} {taken}: another process writes here too, because locks of this file system hold on one "
+                "machine only, or because the file was removed. Stop all but one of them"
+            )
 
     def move(self, path: Path) -> None:
         """Rename the locked file, so that its folder can be removed."""

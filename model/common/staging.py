@@ -70,9 +70,13 @@ class Staging:
         self._writing = threading.Lock()
 
     def __enter__(self) -> Self:
-        """Acquire the lock. Raises CheckpointError if another process holds it, or if OUT may not be replaced."""
+        """Acquire the lock.
+
+        Raises CheckpointError if another process holds it, the area is or holds a link, or OUT may not be replaced.
+        """
         self._take_lock()
         try:
+            self._refuse_links()
             self._recover()
             if os.path.lexists(self.out) and not self._is_replaceable():
                 raise CheckpointError(f"{self.out} exists; choose another name, or remove it.")
@@ -86,6 +90,8 @@ class Staging:
             try:
                 self.root.parent.mkdir(parents=True, exist_ok=True)
                 self.root.mkdir(exist_ok=True)
+                if self.root.is_symlink():  # what it leads to would be written, and removed
+                    raise CheckpointError(f"{self.root} is a link, but a staging area is none; remove it.")
                 self._lock = FileLock(self.root / "lock").__enter__()
                 return
             except LockedError as error:
@@ -98,6 +104,11 @@ class Staging:
                     f"cannot write beside {self.out}: {error.strerror}; choose another folder."
                 ) from error
         raise CheckpointError(f"{self.root} is removed repeatedly by another process; stop that process.")
+
+    def _refuse_links(self) -> None:
+        """Raise CheckpointError for a link in the area, since what it leads to would be written or removed."""
+        if link := next((path for path in sorted(self.root.iterdir()) if path.is_symlink()), None):
+            raise CheckpointError(f"{link} is a link, but a staging area holds none; remove it.")
 
     def __exit__(self, *exc: object) -> None:
         self._release()
@@ -127,6 +138,8 @@ class Staging:
                 f"{self.out} exists, and a killed run had moved the previous one to {self._replaced}; move one of them "
                 "elsewhere."
             )
+        for path in self.root.glob(f".{self._journal.name}.*"):  # of a kill in `replace_file`
+            path.unlink(missing_ok=True)
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
@@ -158,7 +171,11 @@ class Staging:
             self.finished[name] = record
 
     def record_file(self, name: str, record: Any) -> None:
-        """Append a finished file of the folder to the journal. The caller has flushed its content to the disk."""
+        """Append a finished file of the folder to the journal. The caller has flushed its content to the disk.
+
+        Raises RunError if another process writes into the area too (see `FileLock.check`).
+        """
+        self._lock.check()
         sync_folder(self.folder)
         self.record(name, record)
 
@@ -175,8 +192,10 @@ class Staging:
     def publish(self) -> None:
         """Rename the finished folder to OUT.
 
-        Raises FileExistsError if OUT was created meanwhile and may not be replaced. All finished work is kept.
+        Raises FileExistsError if OUT was created meanwhile and may not be replaced, and RunError if another process
+        writes into the area too. All finished work is kept.
         """
+        self._lock.check()
         sync_folder(self.folder)
         if os.path.lexists(self.out):
             if not self._is_replaceable():

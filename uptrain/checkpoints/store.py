@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from torch import nn
 
 from model.common.errors import InputError, RunError
 from model.common.files import sync_file, sync_folder
+from model.common.read_files import leads_outside
 from uptrain.checkpoints.files import (
     MANIFEST,
     SPARE,
@@ -61,6 +62,8 @@ class CheckpointStore:
         self._accelerator = accelerator
         self._keep_last = keep_last
         self._damaged: list[Path] = []
+        self.check_lock: Callable[[], None] = lambda: None
+        """Raises RunError on the main process if another training writes into the run, see `FileLock.check`."""
 
     def clean_up(self) -> None:
         """Make the folder, and remove leftovers of a killed save or rotation.
@@ -74,6 +77,11 @@ class CheckpointStore:
             )
 
     def _remove_leftovers(self) -> None:
+        if leads_outside(self.folder, self.folder.parent):  # rotation would remove another run's checkpoints
+            raise InputError(
+                f"{self.folder} is a link out of the run, whose checkpoints may be those of another; move them here. "
+                "For another disk, put the whole run there."
+            )
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             prefix, name = path.name[: path.name.find("step-")], path.name[path.name.find("step-") :]
@@ -83,7 +91,8 @@ class CheckpointStore:
     def save(self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
         """Write the checkpoint of `state["step"]`; `keep` marks the one to extend the run from.
 
-        Raises SaveError on all ranks if any of them failed, with the existing checkpoints unchanged.
+        Raises SaveError on all ranks if any of them failed, and RunError if another training writes into the run. The
+        existing checkpoints are unchanged then.
         """
         final = self.folder / folder_name(state["step"])
         unfinished = self.folder / (UNFINISHED + final.name)
@@ -135,6 +144,7 @@ class CheckpointStore:
         with self._raising_together():
             sums = self._sync_and_sum(unfinished)
         all_sums = gather(self._accelerator, sums)
+        on_main(self._accelerator, self.check_lock)
         with self._raising_together():
             if self._accelerator.is_main_process:
                 files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}

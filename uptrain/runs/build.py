@@ -27,7 +27,7 @@ from uptrain.models.load import (
 )
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
-from uptrain.runs.checks import check_exportable, check_packing, check_teacher_logits, check_vocabularies
+from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
 from uptrain.runs.folder import CHECKPOINTS, METRICS
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import Training
@@ -58,7 +58,7 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
     eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
     caches = [opened for opened in (cache, eval_cache) if opened]
     vocab_size = student.head_weight.shape[0]
-    on_main(accelerator, lambda: check_vocabularies(caches, vocab_size))
+    on_main(accelerator, lambda: check_caches(caches, vocab_size))
     for opened in caches:
         check_packing(student, opened.seq_len)
     logits = TeacherLogits.open(Path(settings.teacher_logits), cache) if settings.teacher_logits else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
-from model.common.console import is_first_process, warn
+from model.common.console import echo_line, is_first_process, size, warn
 from model.common.errors import InputError, prefix_path
 from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
 from model.decoder.transformers_classes import names_in_files
@@ -24,6 +24,8 @@ from uptrain.runs.fingerprints import model_sha256
 
 MOST_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""
+MUCH_TO_READ = 2 * 10**9
+"""Bytes of token caches whose check takes long enough to be announced."""
 
 
 def check_models(
@@ -87,9 +89,14 @@ def check_vocabulary(cache: TokenCache, vocab_size: int, name: str) -> None:
         )
 
 
-def check_vocabularies(caches: Iterable[TokenCache], vocab_size: int) -> None:
-    """Check several caches by `check_vocabulary`, which may read all their tokens."""
-    for cache in caches:
+def check_caches(caches: Iterable[TokenCache], vocab_size: int) -> None:
+    """Raise InputError if a cache has changed since it was made, or by `check_vocabulary`. All files are read."""
+    by_folder = {cache.folder.resolve(): cache for cache in caches}
+    nbytes = sum(cache.nbytes for cache in by_folder.values())
+    if nbytes > MUCH_TO_READ:
+        echo_line(f"Checking {size(nbytes)} of token caches.")
+    for cache in by_folder.values():
+        cache.verify()
         check_vocabulary(cache, vocab_size, str(cache.folder))
 
 

@@ -71,15 +71,15 @@ class Run:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[FileLock]:
     """Lock a run against other trainings. Raises InputError if one is running there."""
     with ExitStack() as lock:
         try:
-            lock.enter_context(FileLock(folder / LOCK))
+            file_lock = lock.enter_context(FileLock(folder / LOCK))
         except LockedError as error:
             see = f"`uptrain status {shlex.quote(str(folder))}`"
             raise InputError(f"{folder} is being trained by {error}; see {see}.") from error
-        yield
+        yield file_lock
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
 from model.common.counts import format_count
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
-from model.common.files import replace_file
+from model.common.files import FileLock, replace_file
 from model.common.printable import one_line
 from model.common.processes import process_start
 from model.decoder.devices import fast_float32_matmul
@@ -76,7 +76,8 @@ def start(
         if model is not None and not has_finite_weights(model, accelerator):
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
-    with _locked_on_main(accelerator, out):
+    with _locked_on_main(accelerator, out) as check_lock:
+        training.checkpoints.check_lock = check_lock
         return train_run(out, settings, training, RunState(), None)
 
 
@@ -93,7 +94,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
-    with _locked_on_main(accelerator, folder):
+    with _locked_on_main(accelerator, folder) as check_lock:
         checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last)
         checkpoint = checkpoints.newest()
         is_at_end = checkpoint is not None and checkpoint.state["step"] == settings.steps
@@ -109,6 +110,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
             else:
                 training = build(settings, empty_student(folder / MODEL), accelerator, folder)
         training.deadline, training.show = deadline, without_errors(show)
+        training.checkpoints.check_lock = checkpoints.check_lock = check_lock
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
         training.checkpoints = checkpoints  # it knows which ones are damaged
@@ -147,11 +149,20 @@ def _out_of_memory_as_run_error(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """Lock a run on the main process. Raises InputError on all ranks if another training runs there."""
+def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[], None]]:
+    """Lock a run on the main process; yield a check, for that process, that it still holds the lock.
+
+    Raises InputError on all ranks if another training runs there.
+    """
     with ExitStack() as lock:
-        on_main(accelerator, lambda: lock.enter_context(locked(folder)))
-        yield
+        locks: list[FileLock] = []
+        on_main(accelerator, lambda: locks.append(lock.enter_context(locked(folder))))
+
+        def check() -> None:
+            for file_lock in locks:
+                file_lock.check()
+
+        yield check
 
 
 def train_run(

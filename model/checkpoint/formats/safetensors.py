@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from model.checkpoint import hf_folder
-from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.interface import Checkpoint, FileVersion, Shard, file_version
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
 from model.checkpoint.tensor import BITS, Array, Span, TensorInfo, numpy_dtype
 from model.common import checks
@@ -35,13 +35,15 @@ class Header:
     tensors: dict[str, TensorInfo]
     offsets: dict[str, int]
     metadata: dict[str, str]
+    version: FileVersion
 
 
 def read_header(path: Path) -> Header:
     """Read and check a safetensors header. Raises CheckpointError for anything that the format does not allow."""
     hf_folder.refuse_lfs_pointer(path)
-    size = path.stat().st_size
     with path.open("rb") as file:
+        version = file_version(os.fstat(file.fileno()))
+        size = version[0]
         start = file.read(8)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > MAX_HEADER or 8 + length > size:
@@ -51,7 +53,7 @@ def read_header(path: Path) -> Header:
     try:
         entries = json.loads(text, object_pairs_hook=_unique_keys)
         metadata = entries.pop("__metadata__", None) or {}
-        header = _parse(entries, metadata, data_start=8 + length)
+        header = Header(*_parse(entries, metadata, data_start=8 + length), metadata, version)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a damaged safetensors header: {error}.") from error
     end = max((header.offsets[n] + t.nbytes for n, t in header.tensors.items()), default=8 + length)
@@ -68,7 +70,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -> Header:
+def _parse(
+    entries: dict[str, Any], metadata: dict[str, str], data_start: int
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Return the tensors in file order, and the byte offset of each in the file."""
     if not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("__metadata__ holds something other than text")
     for text in (*metadata, *metadata.values()):
@@ -93,7 +98,7 @@ def _parse(entries: dict[str, Any], metadata: dict[str, str], data_start: int) -
                 f"tensor {name!r} lies at bytes {begin} to {end}, which does not fit its shape or neighbours"
             )
         tensors[name], offsets[name], position = tensor, data_start + begin, end
-    return Header(tensors, offsets, metadata)
+    return tensors, offsets
 
 
 class SafetensorsFolder(Checkpoint):
@@ -111,6 +116,7 @@ class SafetensorsFolder(Checkpoint):
         self.skipped_files = tuple(name for name in skipped_files if name not in (*names, SAFETENSORS.index))
         headers = {file.name: read_header(file) for file in self.weight_files}
         check_index(path / SAFETENSORS.index, {file: header.tensors for file, header in headers.items()}, table)
+        self.opened = {file: headers[file.name].version for file in self.weight_files}
         self.shards = tuple(Shard(name, tuple(h.tensors), h.metadata) for name, h in headers.items())
         self.tensors = {t.name: t for h in headers.values() for t in h.tensors.values()}
         self._spans = {

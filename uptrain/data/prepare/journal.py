@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from model.common.errors import InputError
+from model.common.files import file_sha256
+from model.common.machine import n_cores
 from model.common.staging import Staging
 from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.prepare.tokenise import shard_names
@@ -60,22 +64,37 @@ def record(staging: Staging, unit: Unit, unit_record: UnitRecord) -> None:
     staging.record_file(str(unit.number), asdict(unit_record))
 
 
-def load_records(staging: Staging, units: list[Unit], dtype: str) -> dict[int, UnitRecord]:
-    """Return, by number, the units whose cache shards are complete and whose sources are unchanged."""
-    records = {}
+def load_records(
+    staging: Staging, units: list[Unit], dtype: str, verify: bool = False
+) -> dict[int, UnitRecord]:  # fmt: skip
+    """Return, by number, the units whose cache shards are complete and whose sources are unchanged.
+
+    `verify`: compare the content of the cache shards with their hashes, and not only the sizes.
+    """
+    records: dict[int, UnitRecord] = {}
     for unit in units:
         entry = staging.finished.get(str(unit.number))
         if entry and entry["identity"] == unit.identity():
             unit_record = UnitRecord(**entry)
             if _is_complete(staging.folder, unit.number, unit_record, dtype):
                 records[unit.number] = unit_record
-    return records
+    if not verify:
+        return records
+    with ThreadPoolExecutor(n_cores()) as pool:
+        are_whole = pool.map(partial(_has_recorded_content, staging.folder), records.items())
+        return {number: records[number] for number, is_whole in zip(records, are_whole, strict=True) if is_whole}
 
 
 def _is_complete(folder: Path, number: int, unit_record: UnitRecord, dtype: str) -> bool:
     sizes = unit_record.n_tokens * np.dtype(dtype).itemsize, unit_record.n_documents * START_BYTES
     paths = [folder / name for name in shard_names(number)]
     return all(path.is_file() and path.stat().st_size == size for path, size in zip(paths, sizes, strict=True))
+
+
+def _has_recorded_content(folder: Path, numbered: tuple[int, UnitRecord]) -> bool:
+    number, unit_record = numbered
+    hashes = unit_record.tokens_sha256, unit_record.documents_sha256
+    return tuple(file_sha256(folder / name) for name in shard_names(number)) == hashes
 
 
 @contextmanager

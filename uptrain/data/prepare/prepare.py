@@ -23,7 +23,7 @@ from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
-from uptrain.data.token_cache import MANIFEST, Manifest, id_dtype
+from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache, id_dtype
 
 UNITS_FORMAT = 2
 """Version of the content of work units. Increase it with each change, so that units of old versions are not reused."""
@@ -95,7 +95,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:
                 joined.enter_context(journal.joined(staging, plan.units, cache_format.dtype, plan.fingerprint))
-            records = journal.load_records(staging, plan.units, cache_format.dtype)
+            records = journal.load_records(staging, plan.units, cache_format.dtype, verify=True)
             build = CacheBuild(
                 plan.source_quotas, options.machine_shard or MachineShard(), staging, pool, options.skip_bad, records
             )
@@ -146,9 +146,14 @@ def _hash(value: Any) -> str:
 
 
 def _already_complete(out: Path, plan: _Plan) -> Manifest:
-    """Return the manifest of OUT if it was made by the same plan. Raises InputError if not."""
+    """Return the manifest of OUT if it was made by the same plan. Raises InputError if not, or if a file is damaged."""
     made_from = (out / INPUTS).read_text(errors="replace").strip() if (out / INPUTS).is_file() else ""
     if made_from != plan.inputs:
         kind = "a cache of other data or options" if (out / MANIFEST).is_file() else "no token cache"
         raise InputError(f"{out} exists, and is {kind}; choose another --out, or remove it.")
-    return Manifest.parse(out)
+    try:
+        return TokenCache.open(out).manifest
+    except InputError as error:
+        raise InputError(
+            f"{out} exists, but is damaged; remove it, and run the same command ({str(error).rstrip('.')})."
+        ) from error
