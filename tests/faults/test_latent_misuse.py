@@ -304,4 +304,4 @@ def test_a_damaged_side_file_is_refused_before_hours_of_calibration(convert, tmp
 
     monkeypatch.setattr(conversion, "calibrate", calibrate)
     options = ("--latent", 8, "--rope", 8, "--frequencies", "stock", "--calibration-tokens", 1024)
-    convert("mha-to-mla", source, tmp_path / "out", *options).refused("tokenizer_config.json is damaged")
+    convert("mha-to-mla", source, tmp_path / "out", *options).refused("tokenizer_config.json: not valid JSON")

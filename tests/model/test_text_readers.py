@@ -199,7 +199,7 @@ def test_jsonl_line_of_very_many_objects(monkeypatch):
 def test_jsonl_fields_of_very_long_names():
     problem = parse(json.dumps({"a" * 5_000_000: 1, "b": 2}).encode(), "text")
     assert len(problem.reason) < 200
-    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; name the field")
+    assert problem.reason.startswith(f"no field 'text' among '{'a' * 59}…, 'b'; rename the field")
 
 
 def test_jsonl_line_that_is_a_document():

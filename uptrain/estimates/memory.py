@@ -217,11 +217,11 @@ class MemoryEstimator:
     def warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""
         kept = self.kept and self.kept(part)
-        if is_native(self.config) or (kept and not isinstance(kept, InputError)):
+        if is_native(self.config) or (kept is not None and not isinstance(kept, InputError)):
             return None
-        if kept and kept.__cause__ is None:  # not the class's error but our refusal, which `uptrain run` gives too
+        if isinstance(kept, InputError) and kept.__cause__ is None:  # our refusal, which `run` gives too
             return None
-        why = f" ({str(kept).rstrip('.')})" if kept else ""
+        why = "" if kept is None else f" ({str(kept).rstrip('.')})"
         return (
             f"the activations of model_type {self.config.get('model_type')!r} are estimated as Llama's, since those of "
             f"transformers' class are not known{why}: training may take far more memory than estimated."
