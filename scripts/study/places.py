@@ -233,9 +233,10 @@ def field(results: Path) -> str:
 def refined_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge with and without refining."""
     lines = read(results / "text_kinds.jsonl")
-    refined, unrefined = TODAY["text_kinds"], TODAY["text_kinds"].partition(",")[0]
-    left = [shares_by_text_kind(arm, lines) for arm in (unrefined, refined, "shipped 262144, refined 262144")]
-    return by_text_kind(["unrefined", "refined on 65,536 tokens (default)", "both on 262,144 tokens"], left)
+    arms = ("shipped 65536", REFITTED_ONCE["text_kinds"], TODAY["text_kinds"], "shipped 262144, refined 262144")
+    left = [shares_by_text_kind(arm, lines) for arm in arms]
+    names = ["unrefined", "refined on 65,536 tokens", "refitted again (default)", "refined on 262,144 tokens"]
+    return by_text_kind(names, left)
 
 
 def distilled_text_kinds(results: Path) -> str:

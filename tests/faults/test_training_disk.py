@@ -70,7 +70,7 @@ def test_nothing_is_left_of_what_could_not_be_written(runs, tmp_path, processes)
         "step 12, where the run ends, could not be saved: [Errno 28] No space left on device. Fix that, then "
         f"`uptrain resume {out}` starts at step 0 (no checkpoint was saved)."
     )
-    assert refused(out)[0] == [4, 8, 10, 12]
+    assert refused(out)[0] == [4, 8, 10, 12, 12]
     assert checkpoints(out) == []
     assert status(out) == ("failed", 12)
     assert state(out)["reason"] == error
@@ -81,7 +81,7 @@ def test_too_little_space_is_seen_before(runs, tmp_path):
     results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(free_bytes=1000))
     assert "1,000 bytes are free, but a checkpoint needs " in error_of(results, 1)
     steps, why = refused(out)
-    assert steps == [8, 10, 12]
+    assert steps == [8, 10, 12, 12]  # before the last evaluation, and after it
     assert len(why) == 1
     assert checkpoints(out) == ["step-00000004"]
     succeed(("resume", out), tmp_path)
@@ -94,7 +94,7 @@ def test_real_writes_that_fail(runs, tmp_path):
     out = tmp_path / "run"
     results = run(*runs.arguments(out), folder=tmp_path, faults=Faults(max_file_bytes=100_000))
     assert "File too large" in error_of(results, 1)
-    assert refused(out)[0] == [4, 8, 10, 12]
+    assert refused(out)[0] == [4, 8, 10, 12, 12]
     assert checkpoints(out) == []
     succeed(("resume", out), tmp_path)
     assert_same_run(out, runs.expected())
@@ -161,7 +161,7 @@ def test_a_disk_without_room_for_the_first_checkpoint(runs, tmp_path):
     copy = tmp_path / "copy"
     result = on_a_small_disk(runs, tmp_path / "disk/run", copy, 0.7)
     assert "could not be saved: [Errno 28] No space left on device. Fix that" in result.stderr
-    assert refused(copy) == ([4, 8, 10, 12], {"[Errno 28] No space left on device"})
+    assert refused(copy) == ([4, 8, 10, 12, 12], {"[Errno 28] No space left on device"})
     assert checkpoints(copy) == []
 
 
@@ -175,7 +175,7 @@ def test_a_disk_that_is_really_full(runs, tmp_path, spare):
     assert checkpoints(copy) == ["step-00000004"]
     assert_each_is_whole(copy)
     if spare:
-        assert refused(copy)[0] == [8, 10, 12]
+        assert refused(copy)[0] == [8, 10, 12, 12]
         assert real_runs.steps(copy) == [(step,) for step in range(1, 13)]
     else:
         assert "step 12: held-out loss" in result.stderr
