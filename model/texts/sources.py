@@ -82,9 +82,11 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
     for path in _visible_files(folder):
         is_special = path.exists() and not path.is_file()  # a pipe or a device
         formats.setdefault(None if is_special else format_of(path.name), []).append(str(path))
-    ignored = (*formats.pop(None, ()), *_set_aside(formats))
+    other = _set_aside(formats)
+    ignored = (*formats.pop(None, ()), *other)
     if not formats:
-        raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.")
+        why = f" ({other[0]} is {why_ignored(other[0])}.)" if other else ""
+        raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.{why}")
     if len(formats) > 1:
         counts = ", ".join(f"{len(paths)} {name} (e.g. {paths[0]})" for name, paths in formats.items())
         each = ", with one --data each" if option == "--data" else ""
@@ -94,7 +96,7 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
 
 
 def why_ignored(file: str) -> str:
-    return "JSON, but not one object per line" if _is_json(file) else "not a known format"
+    return "JSON, but not two or more lines of one object each" if _is_json(file) else "not a known format"
 
 
 def _is_json(file: str) -> bool:
@@ -102,9 +104,9 @@ def _is_json(file: str) -> bool:
 
 
 def _set_aside(formats: dict[str | None, list[str]]) -> list[str]:
-    """Take the .json files that hold no records out of the files by format, and return them, if others are left."""
+    """Take the .json files that hold no records out of the files by format, and return them."""
     other = [path for path in formats.get("jsonl", ()) if _is_json(path) and not _holds_records(path)]
-    if not other or len(other) == sum(map(len, formats.values())):
+    if not other:
         return []
     formats["jsonl"] = [path for path in formats["jsonl"] if path not in set(other)]
     if not formats["jsonl"]:

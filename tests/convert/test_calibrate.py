@@ -160,7 +160,8 @@ def test_refused(convert, parent, tmp_path, prose, options, words):
         ("bad.txt.xz", b"no xz", "bad.txt.xz: the compressed data is damaged"),
         ("bad.txt", b"\xff\xfe\x00", "bad.txt: not valid UTF-8 at byte 1."),
         ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "bad.jsonl:2: no field 'text' among 'texts'"),
-        ("bad.jsonl", b"[1", "bad.jsonl:1: not valid JSON"),
+        ("bad.jsonl", b"[1", "bad.jsonl is a JSON array; write one object per line"),
+        ("bad.jsonl", b"{1", "bad.jsonl:1: not valid JSON"),
         ("bad.jsonl", b'{"text": null}\n', "has only 0 tokens"),
         ("bad.jsonl", b'{"text": "\\ud800"}\n', "bad.jsonl:1: half of a surrogate pair"),
         ("bad.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], "bad.txt.gz: the compressed data is cut off"),
@@ -273,7 +274,7 @@ def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
     """Whatever the config says: the embedding's rows count."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
     tiny.edit_config(folder, vocab_size=stated)
-    words = "the model has 100 tokens; the tokenizer, or a text of token ids, belongs to another model"
+    words = "the model has a vocabulary of 100; the tokenizer, or a text of token ids, belongs to another model"
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(words)
 
 

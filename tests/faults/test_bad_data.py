@@ -204,8 +204,14 @@ def test_bad_record_behind_the_wanted_tokens(prepare, tmp_path, monkeypatch):
         ("empty", ["no file of a known format"]),
         ("json beside txt", ["files of several formats: 1 jsonl (e.g. ", "a.json), 1 txt"]),
         ("array beside lines", ["array beside lines/a.json is a JSON array; write one object per line: jq -c '.[]' "]),
-        ("config alone", ["config.json is JSON with an object over several lines; write one object per line: jq -c "]),
-        ("info alone", ["dataset_info.json:1: no field 'text' among 'description'"]),
+        (
+            "config alone",
+            ["no file of a known format", "config.json is JSON, but not two or more lines of one object each"],
+        ),
+        (
+            "info alone",
+            ["no file of a known format", "dataset_info.json is JSON, but not two or more lines of one object each"],
+        ),
         ("mixed", ["files of several formats: 1 jsonl (e.g. ", "1 txt", "of one format, with one --data each"]),
         ("dict", ["a DatasetDict of 2 splits; name one", "--data ", "dict/train or --data ", "dict/test"]),
         ("torn", ["state.json is damaged"]),
@@ -278,7 +284,7 @@ def test_json_that_is_no_text_beside_texts(prepare, tmp_path):
     summary = json.loads(result.out)
     assert summary["ignored"] == [str(folder / name) for name in sorted(others)]
     assert summary["documents"] == 4
-    assert "JSON, but not one object per line" in " ".join(prepare(folder).succeeded().out.split())
+    assert "JSON, but not two or more lines of one object each" in " ".join(prepare(folder).succeeded().out.split())
 
 
 @pytest.mark.parametrize(

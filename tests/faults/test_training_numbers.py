@@ -210,7 +210,7 @@ class TestAnUpdateThatBreaksTheWeights:
         spoil(out / "checkpoints/step-00000006", math.nan)
         error = error_of(run("resume", out, folder=tmp_path), 2)
         assert error.endswith("step-00000006 holds weights that are NaN or infinite; remove it to use an older one.")
-        uptrain("export", out, tmp_path / "out").refused("NaN or infinite in bfloat16; choose an earlier checkpoint")
+        uptrain("export", out, tmp_path / "out").refused("NaN or infinite in float32; choose an earlier checkpoint")
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / ".out.groupwise").exists()
 

@@ -58,7 +58,7 @@ def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
     """
     if is_cache(data) or (out / MANIFEST).is_file():
         return ""
-    nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data)), BYTES_PER_TOKEN * n_tokens
+    nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data, "--data")), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
         return ""
     return (
@@ -72,7 +72,8 @@ def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
 
     Caches and datasets of the hub are left to `shared_source_warning`, once they are made.
     """
-    training, held_out = ({os.path.realpath(file): file for file in _files_here(texts)} for texts in (data, eval_data))
+    named = ((data, "--data"), (eval_data, "--eval-data"))
+    training, held_out = ({os.path.realpath(file): file for file in _files_here(*texts)} for texts in named)
     shared = [held_out[path] for path in held_out if path in training]
     if not shared:
         return ""
@@ -91,10 +92,10 @@ def shared_source_warning(training: Manifest, held_out: Manifest) -> str:
     )
 
 
-def _files_here(data: Sequence[str]) -> list[str]:
+def _files_here(data: Sequence[str], option: str) -> list[str]:
     """Return the files of texts, without those of datasets of the hub, which would be downloaded, and of a cache."""
     here = () if is_cache(data) else tuple(source for source in data if not source.startswith(HUB))
-    return [file for source in find_sources(here) for file in source.text.files]
+    return [file for source in find_sources(here, option) for file in source.text.files]
 
 
 def is_cache(data: Sequence[str]) -> bool:
