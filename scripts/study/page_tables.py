@@ -79,15 +79,14 @@ def by_rates(lines: list[Result]) -> str:
     The first number is the parents' own: it has the unmerged parents, trained on.
     """
     heads = sorted({line["groups"] for line in lines}, reverse=True)
-    trained = [line for line in lines if line["alpha"]]
     rows = []
-    for arm, stage, lr in sorted(unique((line["arm"], stage_of(line), line["lr"]) for line in trained), key=_by_arm):
-        own = [line for line in trained if (line["arm"], stage_of(line), line["lr"]) == (arm, stage, lr)]
+    for arm, stage, lr in sorted(unique((line["arm"], stage_of(line), line["lr"]) for line in lines), key=_by_arm):
+        own = [line for line in lines if (line["arm"], stage_of(line), line["lr"]) == (arm, stage, lr)]
         by_groups = [[line for line in own if line["groups"] == groups] for groups in heads]
         rows.append(
             [f"{arm}; {name_of(stage)}", f"{lr:g}", *(show(gaps(x), "{:.3f}") if x else "–" for x in by_groups)]
         )
-    return markdown(["arm", "peak rate", *(f"{groups} heads" for groups in heads)], rows)
+    return markdown(["arm", "peak rate", *map(kv_heads, heads)], rows)
 
 
 def _by_arm(key: tuple[str, StageKey, float]) -> tuple[object, ...]:
@@ -113,7 +112,7 @@ def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trai
             ]
             cells.append("; ".join(show(span, "{:+.3f}") for span in spans))
         rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
-    return markdown(["arm", *(f"{groups} heads" for groups in heads)], rows)
+    return markdown(["arm", *map(kv_heads, heads)], rows)
 
 
 def _gaps_by_position(line: Result) -> list[float]:

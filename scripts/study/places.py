@@ -42,6 +42,7 @@ from scripts.study.results import (
     read_lines,
     shares,
     shares_by_text_kind,
+    stage_of,
     unique,
     united,
 )
@@ -100,6 +101,13 @@ def twenty(results: Path) -> list[Result]:
     """Return the lines of the longest-trained parents: of the main settings, and of more rates."""
     rates = [line | {"arm": "mean" if line["arm"] == "recipe" else line["arm"]} for line in read(results / RATES)]
     return [*read(results / "twenty.jsonl"), *rates]
+
+
+def tried_rates(results: Path) -> str:
+    """Return the table of the uptrainings of the longest-trained parents that were tried at several rates."""
+    lines = [line for line in twenty(results) if line["alpha"]]
+    several = {(line["arm"], stage_of(line)) for line in lines if line["plan"] == "twenty_rates"}
+    return by_rates([line for line in lines if (line["arm"], stage_of(line)) in several])
 
 
 RATES = "twenty_rates.jsonl"
@@ -298,7 +306,7 @@ PLACES: dict[str, Callable[[Path], str]] = {
     "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
     "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
     "twenty": lambda folder: by_heads(twenty(folder)),
-    "twenty_rates": lambda folder: by_rates(twenty(folder)),
+    "twenty_rates": tried_rates,
     "twenty_distance": lambda folder: distances(twenty(folder), LONGEST_TRAINED),
     "twenty_positions": lambda folder: by_position(twenty(folder), LONGEST_TRAINED, 256),
     "larger_positions": lambda folder: by_position(read(folder / "larger.jsonl"), LARGER, 256),
