@@ -9,6 +9,7 @@ from typing import Any
 
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
+from model.common.files import is_plain_name
 from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
@@ -161,8 +162,17 @@ def check_files(folder: Path) -> None:
                     f"{folder / name} begins with a byte-order mark, which transformers does not read; save it as "
                     "UTF-8 without the mark."
                 )
-            if name in CONFIGS and not isinstance(read_json(folder / name), dict):
-                raise CheckpointError(f"{folder / name} is not a JSON object; fetch the tokenizer anew.")
+            if name in CONFIGS:
+                _check_config(folder / name, read_json(folder / name))
+
+
+def _check_config(file: Path, config: object) -> None:
+    """Raise CheckpointError unless a config is an object, and names no tokenizer's files outside of its folder."""
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object; fetch the tokenizer anew.")
+    others = config.get("fast_tokenizer_files") or []
+    if not isinstance(others, list) or not all(isinstance(name, str) and is_plain_name(name) for name in others):
+        raise CheckpointError(f"{file}: fast_tokenizer_files must list names of files in its folder; remove it.")
 
 
 def _own_code(folder: Path) -> str:

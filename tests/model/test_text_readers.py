@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.common.errors import InputError
-from model.texts import READERS, Problem, find_reader, format_of, jsonl
+from model.texts import READERS, Problem, columns, find_reader, format_of, jsonl, parquet
 from model.texts.columns import documents, refusing_damage
 from model.texts.jsonl import parse
 from model.texts.record import BLANK, EMPTY, NULL, OtherLabels, token_ids
@@ -194,6 +194,17 @@ def test_jsonl_line_of_very_many_objects(monkeypatch):
     assert parse(b'{"a": [' + b"[]," * 97 + b'{}], "text": "x"}', "text") == "x"
     text = '{["\\' * 101
     assert parse(json.dumps({"text": text}).encode(), "text") == text
+
+
+def test_a_repeated_value_of_parquet_is_held_once(tmp_path, monkeypatch):
+    """200 rows of one text of 1 MB are 50 kB on the disk."""
+    pq.write_table(pa.table({"text": ["x" * 1_000_000] * 200}), tmp_path / "a.parquet")
+    sizes = []
+    documents = columns.documents
+    monkeypatch.setattr(columns, "documents", lambda column: [sizes.append(column.nbytes), *documents(column)][1:])
+    (piece,) = parquet.split(str(tmp_path / "a.parquet"), 1 << 30)
+    assert [len(read.document) for read in parquet.read(piece, "text")] == [1_000_000] * 200
+    assert max(sizes) < 1.1e6
 
 
 def test_jsonl_fields_of_very_long_names():

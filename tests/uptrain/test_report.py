@@ -156,6 +156,15 @@ def test_axes_hold_all_runs(tmp_path, panel):
         assert low <= np.concatenate(values).min() < np.concatenate(values).max() <= high
 
 
+def test_a_picture_of_something_else_stays(tmp_path, uptrain):
+    run = write_run(tmp_path / "run", [step(1)])
+    (tmp_path / "paper.png").write_text("mine")
+    uptrain("report", run, "--out", tmp_path / "paper.html").refused(
+        "paper.png exists, and is not of an earlier report"
+    )
+    assert (tmp_path / "paper.png").read_text() == "mine"
+
+
 def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     run = write_run(tmp_path / "run", STEPS)
     uptrain("report", run).succeeded()

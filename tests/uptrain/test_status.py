@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, w
 
 import uptrain.report.status as status_module
 from model.common.console import duration
-from model.common.processes import process_start
+from model.common.processes import pid_namespace, process_start
 from uptrain.report.status import SPEED_STEPS
 
 NOBODY = 2**22 + 1
@@ -77,6 +78,18 @@ def test_another_process_with_the_same_id(tmp_path, uptrain):
     for started, status in ((mine, "running"), (mine - 60, "died"), (None, "running")):
         run = write_run(tmp_path / status / str(started), state=STATES["running"][0] | {"started": started})
         assert read_json(uptrain("status", run, "--json"))["status"] == status
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "another"}, {"pid_namespace": "pid:[1]"}])
+def test_a_run_of_another_machine_or_container(tmp_path, uptrain, elsewhere):
+    """Its process cannot be seen, so nobody may be told to start a second one."""
+    here = {"host": socket.gethostname(), "pid_namespace": pid_namespace()}
+    for name, place, status in (("here", here, "died"), ("there", here | elsewhere, "running")):
+        run = write_run(tmp_path / name, [step(1)], state=STATES["died"][0] | place)
+        assert read_json(uptrain("status", run, "--json"))["status"] == status
+    shown = " ".join(uptrain("status", run).out.split())
+    assert f"of {(here | elsewhere)['host']}, whose processes cannot be seen from here" in shown
+    assert "uptrain resume" not in shown
 
 
 @pytest.mark.parametrize("status", STATES)
@@ -178,6 +191,7 @@ def test_unfinished_line_is_ignored(tmp_path, uptrain):
         ("run.json", "[]", ("run.json is damaged",)),
         ("metrics.jsonl", '{"step": 1, "event": "x"}\n{"st\n', ("metrics.jsonl:2 is damaged", "remove the line")),
         ("metrics.jsonl", "\x00\x00\n", ("metrics.jsonl:1 is damaged",)),
+        ("metrics.jsonl", "\x00" * 2**21, ("metrics.jsonl:1 is longer than 1,048,576 bytes",)),
         ("run_state.json", "", ("run_state.json is damaged", "uptrain resume")),
     ],
 )

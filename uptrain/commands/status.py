@@ -73,9 +73,10 @@ def _next(status: dict[str, Any]) -> list[tuple[str, str]]:
 def _status(status: dict[str, Any]) -> str:
     age = status["seconds_since_last_line"]
     last_line = "not yet" if age is None else f"{console.duration(age)} ago"
+    place = f" of {status['host']}, whose processes cannot be seen from here" if status["elsewhere"] else ""
     return {
         "not started": "not started",
-        "running": f"running as process {status['pid']}, last line written {last_line}",
+        "running": f"running as process {status['pid']}{place}, last line written {last_line}",
         "died": f"died: no process {status['pid']} on this machine, last line written {last_line}",
         "preempted": f"stopped ({status['reason']}), and saved",
         "finished": "finished",

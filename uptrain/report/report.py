@@ -20,6 +20,9 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
     Raises InputError if a folder is no run or has no metrics, or if `out` is missing or invalid.
     """
     page = _page_path(folders, out)
+    picture = page.with_suffix(".png")
+    if picture.exists() and not page.exists():
+        raise InputError(f"{picture} exists, and is not of an earlier report; choose another --out.")
     histories = [History.read(folder) for folder in folders]
     for history in histories:
         if not history.steps and not history.evaluations:
@@ -27,7 +30,6 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
     names = [printable(folder.resolve().name) for folder in folders]
     if len(set(names)) < len(names):
         names = [printable(str(folder)) for folder in folders]
-    picture = page.with_suffix(".png")
     replace_file(picture, draw_png(histories, names))
     replace_file(page, make_page(histories, names, draw_svgs(histories, names)).encode())
     return page, picture

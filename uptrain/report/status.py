@@ -1,11 +1,12 @@
 """Read the status of a run: progress, losses, speed and checkpoints. Needs no torch."""
 
+import socket
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from model.common.processes import is_running
+from model.common.processes import is_running, pid_namespace
 from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
 from uptrain.runs.folder import CHECKPOINTS, METRICS
@@ -45,15 +46,23 @@ def read_status(folder: Path, verify: bool) -> dict[str, Any]:
 
 
 def _state(history: History) -> dict[str, Any]:
-    """Return the run's status and its reason. A running one without a process on this machine is "died"."""
+    """Return the run's status and its reason. A running one without its process is "died".
+
+    The processes of other machines and containers cannot be seen; `elsewhere` says that the run's is of one.
+    """
     state = history.state
-    status, pid = state.get("status", "not started"), state.get("pid")
-    if status == "running" and not is_running(state["pid"], state["started"]):
+    status, pid, host = state.get("status", "not started"), state.get("pid"), state.get("host")
+    # Two machines may give the name of a namespace alike, but not their own name.
+    here = host in (None, socket.gethostname()) and state.get("pid_namespace") in ("", None, pid_namespace())
+    if status == "running" and here and not is_running(state["pid"], state["started"]):
         status = "died"
     metrics = history.folder / METRICS
     # The clock of a shared disk may be ahead of this machine's.
     age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
-    return {"status": status, "reason": state.get("reason", ""), "pid": pid, "seconds_since_last_line": age}
+    return {
+        "status": status, "reason": state.get("reason", ""), "host": host, "pid": pid, "elsewhere": not here,
+        "seconds_since_last_line": age,
+    }  # fmt: skip
 
 
 def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:

@@ -21,7 +21,12 @@ RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
 PARENT = {"run": str, "step": int}
 IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
-STATE_TYPES = {"status": str, "step": int, "reason": str, "pid": int, "started": float | None}
+STATE_TYPES = {
+    "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
+    "pid_namespace": str,
+}  # fmt: skip
+EARLIER_STATE = {"host": None, "started": None, "pid_namespace": ""}
+"""Fields that earlier versions did not write."""
 MOST_PID = 2**31 - 1
 
 
@@ -87,7 +92,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = {"started": None} | parse_object(read_bytes_up_to(path, CONFIG_BYTES))  # earlier versions lack it
+        content = EARLIER_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
         state = check_types(content, STATE_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:

@@ -12,6 +12,7 @@ import math
 import os
 import shlex
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from model.common.counts import format_count
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
 from model.common.files import FileLock, replace_file
 from model.common.printable import one_line
-from model.common.processes import process_start
+from model.common.processes import pid_namespace, process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import SPARE, list_checkpoints
@@ -310,7 +311,10 @@ def _describe(settings: Settings, training: Training) -> str:
 
 def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:
     pid = os.getpid()
-    state = {"status": status, "step": step, "reason": reason, "pid": pid, "started": process_start(pid)}
+    state = {
+        "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
+        "started": process_start(pid), "pid_namespace": pid_namespace(),
+    }  # fmt: skip
     replace_file(folder / STATE, json_text(state))
 
 

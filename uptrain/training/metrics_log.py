@@ -45,6 +45,8 @@ MEASURABLE = 0.01
 
 It is 1 % of the perplexity, and about the spread of losses between seeds (docs/study.md).
 """
+MOST_LINE_BYTES = 1 << 20
+"""Longest line that is read. Ours have some hundred bytes; a file without line ends would be read whole."""
 RISE_STEPS = 4
 """Least number of steps whose training losses are compared with others."""
 
@@ -134,8 +136,13 @@ def _complete_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     check_regular(path)
-    lines = path.read_text(errors="replace").split("\n")
-    return [line + "\n" for line in lines[:-1]]
+    lines: list[str] = []
+    with path.open("rb") as file:
+        while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
+            lines.append(line.decode(errors="replace"))
+    if len(line) > MOST_LINE_BYTES:
+        raise InputError(f"{path}:{len(lines) + 1} is longer than {MOST_LINE_BYTES:,} bytes; remove the line.")
+    return lines
 
 
 def _parse(path: Path, number: int, line: str) -> Record:
