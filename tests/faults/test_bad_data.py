@@ -417,6 +417,8 @@ def test_invalid_tokenizer(uptrain, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("[]")
     uptrain(*arguments, folder).refused("tokenizer_config.json is not a JSON object")
+    (folder / "tokenizer_config.json").write_text('{"fast_tokenizer_files": ["../other/tokenizer.1.0.json"]}')
+    uptrain(*arguments, folder).refused("fast_tokenizer_files must list names of files in its folder")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     uptrain(*arguments, folder).refused(f"transformers cannot load the tokenizer of {folder}")
     (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8-sig")
