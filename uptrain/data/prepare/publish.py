@@ -64,6 +64,13 @@ def publish(
     for i, source in enumerate(sources):
         units = [unit for unit, _ in taken if unit.source == i]
         described.append(_describe(source, units, records, shards, checksums))
+        n_read, n_files = described[-1]["files"], len(source.text.files)
+        if n_read < n_files:
+            console.warn(
+                f"{source.text.name}: the first {n_read:,} of {n_files:,} files hold the tokens asked for, and the "
+                "others are not read. If the files differ in kind, shuffle the documents, or give each kind as --data "
+                "PATH=WEIGHT."
+            )
     filled = tuple(shard for shard in shards.values() if shard.n_tokens)
     manifest = Manifest(**vars(cache_format), shards=filled, sources=tuple(described))
     _write(staging, manifest, inputs)
