@@ -113,8 +113,8 @@ def _print_result(
         if trainable:
             console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
             console.echo(
-                "  (For a model that `uptrain plan` does not know, in place of --alpha A: --tokens N "
-                "--global-batch-tokens N --lr LR)"
+                "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
+                "   --tokens N --global-batch-tokens N --lr LR)"
             )
 
 

@@ -254,7 +254,7 @@ def test_generation_refuses_a_folder_without_model_or_tokenizer(generation, tmp_
     for path in folder.glob("tokenizer*"):
         path.unlink()
     generation(tmp_path / "nowhere", "--prompt", "x").refused("nowhere")
-    generation(folder, "--prompt", "x").refused("cannot load the tokenizer of")
+    generation(folder, "--prompt", "x").refused(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model)")
 
 
 def test_generation_ends_a_failed_read_with_exit_code_1(generation, tmp_path, monkeypatch):
