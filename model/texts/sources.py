@@ -4,7 +4,7 @@ PATH                          a file, a folder of files of one format, or a fold
 hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
 
 In a folder, a .json file that does not begin as records do (a config, or dataset_info.json of `datasets`) is left out,
-and reported. Where a folder has nothing else, it is read, so that an error says why it is no text.
+and reported.
 """
 
 import json

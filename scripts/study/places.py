@@ -78,6 +78,7 @@ LONGEST_TRAINED: tuple[tuple[str, StageKey], ...] = (
 """Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
 the default."""
 LARGER = tuple(model for model in LONGEST_TRAINED if model[1] != (0.0025, "distill"))
+"""The same of the larger parents, which were not distilled for α = 0.0025."""
 BY_TOKENS_PER_PARAMETER = (("1", "refine"), ("7", "refine_longer"), ("20", "twenty"))
 """Tokens per parameter that parents of one shape are trained on, and the plan that merges them."""
 
@@ -97,8 +98,12 @@ def tokens_per_parameter(results: Path) -> str:
     return markdown(["tokens per parameter", "parents", "their loss", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
 
+RATES = "twenty_rates.jsonl"
+
+
 def twenty(results: Path) -> list[Result]:
     """Return the lines of the longest-trained parents: of the main settings, and of more rates."""
+    # There, the recipe is an arm of its own, since it was tried with fewer numbers of heads than the distilled mean.
     rates = [line | {"arm": "mean" if line["arm"] == "recipe" else line["arm"]} for line in read(results / RATES)]
     return [*read(results / "twenty.jsonl"), *rates]
 
@@ -110,7 +115,6 @@ def tried_rates(results: Path) -> str:
     return by_rates([line for line in lines if (line["arm"], stage_of(line)) in several])
 
 
-RATES = "twenty_rates.jsonl"
 SAME_TRAINING = (
     ("1", "4.2 M", ("parts", "mean"), ("parts", "default")),
     ("1", "15 M", ("larger", "mean"), ("larger", "default")),

@@ -36,19 +36,6 @@ def small_units(monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 4000)
 
 
-def test_files_that_are_not_read_are_told_of(uptrain, tmp_path, tokenizer):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for name in ("a", "b", "c"):
-        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in TEXTS])
-    fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 32)
-    some = uptrain(*fixed, "--tokens", 500, "--out", tmp_path / "some", "--json").succeeded()
-    assert some.err.startswith(f"Warning: {folder}: the first 1 of 3 files hold the tokens asked for, and the others")
-    assert some.err.count("\n") == 1
-    assert json.loads(some.out)["sources"][0]["files"] == 1
-    assert not uptrain(*fixed, "--out", tmp_path / "all", "--json").succeeded().err
-
-
 def make_texts(n=60, seed=0):
     chosen = random.Random(seed)
     return [" ".join(chosen.choices(SENTENCES, k=chosen.randint(1, 6))) for _ in range(n)]
@@ -377,6 +364,19 @@ def test_sources_follow_each_other(make, tmp_path):
     together = make(paths[2], paths[0], paths[1])
     assert documents_of(together) == [*apart[2], *apart[0], *apart[1]]
     assert [source["documents"] for source in together.manifest.sources] == [9, 9, 9]
+
+
+def test_files_that_are_not_read_are_told_of(uptrain, tmp_path, tokenizer):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in TEXTS])
+    fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 32)
+    some = uptrain(*fixed, "--tokens", 500, "--out", tmp_path / "some", "--json").succeeded()
+    assert some.err.startswith(f"Warning: {folder}: the first 1 of 3 files hold the tokens asked for, and the others")
+    assert some.err.count("\n") == 1
+    assert json.loads(some.out)["sources"][0]["files"] == 1
+    assert not uptrain(*fixed, "--out", tmp_path / "all", "--json").succeeded().err
 
 
 @pytest.mark.parametrize(("tokens", "n"), [(1000, 1000), (1001, 1001), ("all", None)])
