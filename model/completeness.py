@@ -8,7 +8,7 @@ from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
-from model.families import is_native
+from model.decoder.config import is_native
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""

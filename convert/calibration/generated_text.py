@@ -34,9 +34,9 @@ from model.common.errors import CheckpointError
 from model.common.files import file_sha256, replace_file
 from model.common.machine import available_memory
 from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES
+from model.decoder.config import is_native
 from model.decoder.generation import choose
 from model.decoder.loading import stop_ids
-from model.families import is_native
 from model.geometry import read_geometry
 
 TEMPERATURE, TOP_P = 1.0, 1.0

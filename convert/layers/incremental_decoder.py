@@ -12,11 +12,12 @@ from torch import Tensor
 from convert.calibration_text.choices import SELF, SHIPPED
 from convert.errors import UnsupportedMethodError
 from model.checkpoint import Checkpoint
+from model.decoder.config import is_native
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import build_meta, load_llama
-from model.families import find_family, is_native
+from model.families import find_family
 
 
 class IncrementalDecoder(ABC):

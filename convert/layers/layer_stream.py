@@ -29,7 +29,8 @@ from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import sync_file, sync_folder
-from model.families import find_family, is_native
+from model.decoder.config import is_native
+from model.families import find_family
 
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""

@@ -15,7 +15,7 @@ from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, regroup
 from model.checkpoint import Checkpoint, Shard
 from model.common.errors import CheckpointError
-from model.families import NATIVE_FAMILIES
+from model.decoder.config import is_native
 from model.geometry import Geometry, read_geometry
 
 _TRANSFORMERS_BYTES = 200_000_000
@@ -24,6 +24,9 @@ _TRANSFORMERS_BYTES = 200_000_000
 @dataclass(frozen=True)
 class MergePlan(Plan):
     """One merge of K/V heads, or their repetition, or a copy if their number stays."""
+
+    native: bool
+    """Whether the native decoder runs the source in calibration. Otherwise transformers' class does."""
 
     @property
     def model_type(self) -> str:
@@ -53,7 +56,7 @@ class MergePlan(Plan):
         copies = 8 if self.recipe.refine else 5
         running = 2 * layer + copies * (self.largest_group // 2 + moments)
         program = TORCH_BYTES
-        if self.geometry.model_type not in NATIVE_FAMILIES:
+        if not self.native:
             program += _TRANSFORMERS_BYTES
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
         if self.geometry.alibi and self.recipe.text is not None:
@@ -85,6 +88,7 @@ def make_merge_plan(
     names = (name for shard in shards for name in shard.tensors)
     tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
     return MergePlan(
+        native=is_native(checkpoint.config),
         geometry=geometry,
         n_kv_heads=n_kv_heads,
         recipe=recipe,

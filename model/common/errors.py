@@ -17,6 +17,10 @@ class CheckpointError(InputError):
     """A checkpoint, or an operation requested on it, is not acceptable."""
 
 
+class NotNativeError(CheckpointError):
+    """A setting of a native family that the native decoder does not implement. transformers' classes do."""
+
+
 @contextmanager
 def prefix_path(checkpoint: Path) -> Iterator[None]:
     """Put a checkpoint's path before the message of a CheckpointError that does not contain it."""

@@ -1,6 +1,6 @@
-"""Read the native decoder's settings from `config.json`. Settings that it does not implement are refused.
+"""Read the native decoder's settings from `config.json`.
 
-Needs no torch.
+Models with settings that it does not implement run in transformers' classes (`is_native`). Needs no torch.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from model.checkpoint.latent_norm import LatentNorm, read_latent_norm
 from model.common import checks
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, NotNativeError
 from model.decoder.rope_settings import Rope, read_rope
 from model.families import FAMILIES, NATIVE_FAMILIES
 from model.families.family import Family
@@ -67,13 +67,32 @@ class LlamaConfig:
         return (self.n_kv_heads, self.head_dim), (self.n_kv_heads, self.head_dim)
 
 
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Return whether the native decoder runs the model of a `config.json`; otherwise transformers' class does.
+
+    It runs NATIVE_FAMILIES, and latent attention whose norm is undone. A bad value does not matter here:
+    `read_llama_config` raises its error when the model is built.
+    """
+    try:
+        read_llama_config(config)
+    except NotNativeError:
+        return False
+    except CheckpointError:
+        return True
+    return True
+
+
 def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Return the settings in `config.json`. Raises CheckpointError for a setting that is not implemented."""
+    """Return the settings in `config.json`.
+
+    Raises NotNativeError for a family or a setting that only transformers' class implements, and CheckpointError for a
+    bad value.
+    """
     model_type, norm = config.get("model_type"), read_latent_norm(config)
     if norm is not None:
         return _read_latent_config(config, norm)
     if model_type not in NATIVE_FAMILIES:
-        raise CheckpointError(
+        raise NotNativeError(
             f"model_type {model_type!r} has no native code; implemented are: {', '.join(NATIVE_FAMILIES)}."
         )
     family = FAMILIES[str(model_type)]
@@ -81,7 +100,8 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     config = {**family.default_sizes, **config}
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise CheckpointError(f"the activation {checks.short_repr(activation)} is not implemented; silu (SwiGLU) is.")
+        error = NotNativeError if isinstance(activation, str) else CheckpointError
+        raise error(f"the activation {checks.short_repr(activation)} is not implemented; silu (SwiGLU) is.")
     if config.get("is_causal") is False:
         raise CheckpointError("config.json has is_causal = false; attention to later tokens is not implemented.")
     n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")

@@ -21,10 +21,9 @@ from model.common import checks
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import parse_object
-from model.decoder.config import LlamaConfig, read_llama_config
+from model.decoder.config import LlamaConfig, is_native, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM
 from model.decoder.transformers_model import TransformersModel, load_hf_model
-from model.families import is_native
 from model.geometry import read_geometry
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from model.common import checks
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, NotNativeError
 
 Check = Callable[[object, str], Any]
 _above_0: Check = partial(checks.number, above=0.0)
@@ -40,8 +40,8 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
         {},
     ),
     "longrope": (
-        {"short_factor": checks.numbers, "long_factor": checks.numbers, "attention_factor": checks.number},
-        {"original_max_position_embeddings": checks.whole_number},
+        {"short_factor": checks.numbers, "long_factor": checks.numbers},
+        {"original_max_position_embeddings": checks.whole_number, "attention_factor": checks.number},
     ),
 }  # fmt: skip
 """Implemented type → its required and its optional parameters, each with its check."""
@@ -151,10 +151,15 @@ def _check(rope: Rope) -> None:
         )
     if rope.kind == "longrope":
         short, long = rope.scaling["short_factor"], rope.scaling["long_factor"]
-        if short != long or len(short) != rope.head_dim // 2:
+        if any(len(factors) != rope.head_dim // 2 for factors in (short, long)):
             raise CheckpointError(
-                f"config.json has RoPE of type longrope; it is implemented with equal short_factor and long_factor of "
-                f"{rope.head_dim // 2} numbers only."
+                f"config.json has RoPE of type longrope with {len(short)} numbers in short_factor and {len(long)} in "
+                f"long_factor; both must have {rope.head_dim // 2}."
+            )
+        if short != long or "attention_factor" not in rope.scaling:
+            raise NotNativeError(
+                "RoPE of type longrope is implemented with equal short_factor and long_factor, and with "
+                "attention_factor, only."
             )
     if rope.kind == "llama3" and rope.scaling["high_freq_factor"] <= rope.scaling["low_freq_factor"]:
         raise CheckpointError(

@@ -11,20 +11,11 @@ from model.families.standard import STANDARD
 from model.families.unsupported import unsupported_reason
 from model.families.wrappers import WRAPPERS
 
-__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family", "is_native"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"]
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
-"""The families that `model.decoder` implements. transformers' classes run the others."""
-
-
-def is_native(config: Mapping[str, Any]) -> bool:
-    """Return whether `model.decoder` runs the model of a `config.json`: these families, and latent attention whose norm
-    is undone.
-    """  # fmt: skip
-    from model.checkpoint.latent_norm import read_latent_norm  # imports numpy, which `uptrain status` does without
-
-    return config.get("model_type") in NATIVE_FAMILIES or read_latent_norm(config) is not None
-
+"""The families that `model.decoder` implements (`model.decoder.config.is_native`). transformers' classes run the
+others."""  # fmt: skip
 
 _OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.MT5_FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)

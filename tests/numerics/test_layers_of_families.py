@@ -134,6 +134,7 @@ def assert_close(ours, theirs, limit=1e-5):
     [
         *((family, {}) for family in tiny.FITTED),
         ("falcon", {"alibi": False}),
+        ("llama", {"hidden_act": "relu"}),
         # Norms of queries and keys take their class's epsilon.
         *((family, {"rms_norm_eps": 0.1}) for family in ("gemma3_text", "nanochat", "olmo2", "qwen3")),
     ],
@@ -202,6 +203,32 @@ def test_own_decoder_and_the_class_merge_alike(tmp_path, monkeypatch, family):
         assert mine.keys() == other.keys()
         for name in mine:
             assert np.linalg.norm(mine[name] - other[name]) <= 1e-3 * np.linalg.norm(other[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu"},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 2.0,
+                "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            }
+        },
+    ],
+    ids=["relu", "longrope"],
+)  # fmt: skip
+def test_a_llama_that_the_native_decoder_does_not_run_is_fitted_in_its_class(convert, tmp_path, changes):
+    """`self` also has the class write the text."""
+    source = tiny.save(tiny.build(vocab_size=300, hidden_size=64, **changes), tmp_path / "source")
+    make_tokenizer(source, 300)
+    for text in ("shipped", "self"):
+        out = tmp_path / text
+        convert(
+            "mha-to-gqa", source, out, "--groups", 2, "--calibration-tokens", 1024, "--calibration", text
+        ).succeeded()
+        assert json.loads((out / "groupwise.json").read_text())["method"] == "fit"
+        convert("verify", source, out).succeeded()
 
 
 def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):

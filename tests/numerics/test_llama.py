@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from model import generate, load_model
 from model.common.errors import CheckpointError
+from model.decoder.config import is_native
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
+from model.decoder.transformers_model import TransformersModel
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -177,7 +179,7 @@ def test_rope_scaling_in_both_spellings(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "nonsense"}, "KeyError: 'nonsense'"),
         ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "RoPE type 'axial'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope, but gives no short_factor"),
         (
@@ -185,11 +187,11 @@ def test_rope_scaling_in_both_spellings(tmp_path):
                 "rope_parameters": {
                     "rope_type": "longrope",
                     "short_factor": [1, 2],
-                    "long_factor": [1, 3],
+                    "long_factor": [1, 3, 4],
                     "attention_factor": 1.0,
                 }
             },
-            "equal short_factor and long_factor of 2 numbers",
+            "2 numbers in short_factor and 3 in long_factor; both must have 2",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "no low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -207,6 +209,29 @@ def test_what_the_code_does_not_implement_is_refused_by_name(tmp_path, changes, 
     tiny.edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=words):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "relu"},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0,
+                "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "attention_factor": 1.0,
+            }
+        },
+    ],
+    ids=["relu", "longrope"],
+)  # fmt: skip
+def test_other_settings_of_its_class_run_in_the_class(tmp_path, changes):
+    stock = tiny.build(**changes)
+    folder = tiny.save(stock, tmp_path / "model")
+    model, ids = load_model(folder), torch.arange(12).view(2, 6)
+    assert isinstance(model, TransformersModel)
+    assert not is_native(stock.config.to_dict())
+    with torch.inference_mode():
+        assert (model(ids) - stock.eval()(ids).logits).abs().max() < 1e-6
 
 
 def test_unexpected_tensors_are_refused(tmp_path):

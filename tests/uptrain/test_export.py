@@ -51,9 +51,11 @@ def test_logits_are_the_live_models(tmp_path, uptrain, n_processes, sharded, tie
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
-def test_a_family_of_transformers(tmp_path, uptrain):
+@pytest.mark.parametrize(("family", "changes"), [("olmo2", {}), ("llama", {"hidden_act": "relu"})])
+def test_a_model_that_transformers_runs(tmp_path, uptrain, family, changes):
     inputs, run = make_inputs(tmp_path), tmp_path / "run"
-    inputs["model"] = tiny.save(tiny.build("olmo2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "olmo2")
+    model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2, **changes)
+    inputs["model"] = tiny.save(model, tmp_path / family)
     drive([{"arguments": arguments(inputs, run, steps=4)}])
     uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     live, exported = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")

@@ -101,7 +101,7 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
     Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
     """
     from model.checkpoint.hf_folder import read_config
-    from model.families import is_native
+    from model.decoder.config import is_native
 
     if all(is_native(read_config(folder)[1]) for folder in (model, teacher) if folder):
         return []

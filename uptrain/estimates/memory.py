@@ -17,7 +17,7 @@ from model.checkpoint.same_bytes import sampled_rows
 from model.checkpoint.tensor import BITS, layer_number
 from model.common import checks
 from model.common.errors import InputError
-from model.families import is_native
+from model.decoder.config import is_native
 from model.geometry import ModelSizes, read_sizes
 from uptrain.estimates.parameter_counts import (
     count_by_layer,

@@ -19,8 +19,8 @@ from model.common.errors import InputError
 from model.common.files import copy_file, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.staging import Staging
+from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
-from model.families import is_native
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from model.checkpoint.hf_folder import read_config
 from model.decoder.attention import exclude_segments_from_compilation
+from model.decoder.config import is_native
 from model.decoder.llama import LlamaForCausalLM
-from model.families import is_native
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta_from_config
 

@@ -13,12 +13,11 @@ from model.checkpoint.hf_folder import read_config
 from model.common import checks, console
 from model.common.errors import InputError
 from model.decoder import loading
-from model.decoder.config import read_llama_config
+from model.decoder.config import is_native, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import TransformersModel, check_separation
-from model.families import is_native
 from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.lora import add_adapters

@@ -17,7 +17,7 @@ from model.common.console import echo, is_first_process, warn
 from model.common.errors import InputError
 from model.common.machine import world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
-from model.families import is_native
+from model.decoder.config import is_native
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import parent_advice, teacher_warning
 from uptrain.data.default_sizes import context_warning
