@@ -54,7 +54,8 @@ def output_options(command: Command) -> Command:
                      "format and torch.distributed.checkpoint]"),
         click.option("--workers", type=WholeNumber(1), default=WORKERS, show_default=True, metavar="N",
                      help="Threads that copy, merge and checksum. They mostly wait for the disk."),
-        click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing."),
+        click.option("--dry-run", is_flag=True,
+                     help="Print sizes, memory and the time of a calibration, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
         json_option(),
     )  # fmt: skip
@@ -65,16 +66,15 @@ def merge_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--method", type=click.Choice((*HEAD_METHODS, *LAYER_METHODS)),
-                     help="How heads are merged. fit: heads fitted to what attention computes on a text. aligned: the "
-                     "mean after rotating the heads to be similar. pca: shared principal components. These three "
-                     "also change queries and output projections, to match. mean: the paper's method. first, random: "
-                     "the paper's baselines, one head and random numbers.  [default: fit with --refit and "
-                     "--refine]"),
+                     help="How to merge heads. mean: average them, as in the paper. first, random: the paper's "
+                     "baselines. aligned: rotate the heads to be similar, then average. pca: shared principal "
+                     "components. fit: heads fitted to what attention computes on a text. aligned, pca and fit also "
+                     "change queries and output projections, to match.  [default: fit with --refit and --refine]"),
         click.option("--refit", is_flag=True,
                      help="Fit output projections to the original layers' outputs, where that lowers the error on "
                      "the validation windows (every fourth).  [default: only without --method]"),
         click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
-                     help="Then train each merged layer's attention on this many tokens of the calibration text, to "
+                     help="After merging, train each layer's attention on this many tokens of the calibration text, to "
                      "reproduce the original layer's output. Keep the weights with the least error on "
                      "the validation windows (every fourth).  "
                      "[default: as many as --calibration-tokens without --method, else 0]"),

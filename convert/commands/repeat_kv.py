@@ -16,7 +16,7 @@ from model.common.command_options import PathType, RenamedOption, pop_fields
               help="K/V heads in OUT; each of SOURCE's is repeated.")  # fmt: skip
 @output_options
 def command(source: Path, out: Path, groups: int, **options: Any) -> None:
-    """Repeat the K/V heads of SOURCE, so that OUT has G.
+    """Repeat the K/V heads of SOURCE, to G heads in OUT.
 
     This is for engines that divide K/V heads among more devices than there are heads. OUT computes what SOURCE does,
     with a larger KV cache. G must be a multiple of the number of K/V heads in SOURCE, and divide the number of query

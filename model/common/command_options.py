@@ -162,7 +162,9 @@ class GroupedCommand(click.Command):
         self._headings = headings
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records = {p.opts[0].lstrip("-"): p.get_help_record(ctx) for p in self.get_params(ctx)}
+        records = {
+            p.opts[0].lstrip("-"): p.get_help_record(ctx) for p in self.get_params(ctx) if isinstance(p, click.Option)
+        }
         named = {name for names in self._headings.values() for name in names}
         for heading, names in {**self._headings, "Other": tuple(name for name in records if name not in named)}.items():
             rows = [record for name in names if (record := records[name]) is not None]

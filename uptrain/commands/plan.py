@@ -58,7 +58,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
     metavar="N",
     default=1,
     show_default=True,
-    help="Devices to train on.",
+    help="Number of devices to train on.",
 )
 @trainable_option
 @optimizer_option

@@ -201,6 +201,8 @@ def _check_no_nul(text: str) -> str:
 def command(**options: Any) -> None:
     """Train MODEL on --data, and write the new folder RUN.
 
+    MODEL is a converted checkpoint, or any other that `uptrain` trains.
+
     The loss is next-token prediction, or with --teacher the divergence from the parent's distribution. Give one of
     --alpha, --tokens and --steps. For several GPUs, use scripts/uptrain_multi_gpu.sh. Ctrl-C saves and stops;
     `uptrain resume RUN` continues exactly where it stopped.
