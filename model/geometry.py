@@ -69,19 +69,22 @@ class ModelSizes:
     """With latent attention, as many as query heads: each has keys and values of its own in memory."""
     head_dim: int
     hidden_size: int
+    latent: tuple[int, int] | None = None
+    """The sizes of the latent and of the rotated key, with latent attention."""
 
 
 def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
     """Return the sizes of a model. Raises CheckpointError as `read_geometry` does."""
     config = checkpoint.config
-    if read_latent_norm(config) is None:
+    norm = read_latent_norm(config)
+    if norm is None:
         geometry = read_geometry(checkpoint)
         return ModelSizes(
             geometry.n_layers, geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size
         )
     keys = ("num_hidden_layers", "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "hidden_size")
     n_layers, n_heads, nope, rope, hidden_size = (_positive(config, key) for key in keys)
-    return ModelSizes(n_layers, n_heads, n_heads, nope + rope, hidden_size)
+    return ModelSizes(n_layers, n_heads, n_heads, nope + rope, hidden_size, (_positive(config, "kv_lora_rank"), rope))
 
 
 def read_geometry(checkpoint: Checkpoint) -> Geometry:

@@ -10,7 +10,7 @@ from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig, read_llama_config
-from model.families import Family, find_family
+from model.families import FamilyMatch, find_family
 
 _TARGET = "the class of latent attention (DeepSeek-V3)"
 _REASONS = {
@@ -18,8 +18,9 @@ _REASONS = {
     "gemma": "its norms add 1 to their weights, and its activation is not SwiGLU",
     "gemma2": "its logits are capped",
     "cohere": "its attention and MLP are parallel",
-    "granite": f"it has multipliers, and {_TARGET} has none",
+    "granite": "it has multipliers, which is not implemented",
     "phi3": "its projections are fused, which is not implemented",
+    "ernie4_5": "it rotates neighbouring numbers of a head as pairs, which is not implemented",
     "smollm3": "some of its layers have no rotary embedding",
 }
 
@@ -29,7 +30,7 @@ def check_latent_source(checkpoint: Checkpoint) -> LlamaConfig:
     match = find_family(checkpoint.config)
     if match.text_config is not None or match.model_type not in LATENT_SOURCES:
         raise CheckpointError(
-            f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match.family)}. "
+            f"model_type {match.model_type!r} cannot be converted to latent attention: {_reason(match)}. "
             f"Implemented are {' and '.join(LATENT_SOURCES)}; mha-to-gqa merges the heads of this one."
         )
     architectures = checkpoint.config.get("architectures") or []
@@ -45,7 +46,10 @@ def check_latent_source(checkpoint: Checkpoint) -> LlamaConfig:
     return config
 
 
-def _reason(family: Family) -> str:
+def _reason(match: FamilyMatch) -> str:
+    family = match.family
+    if match.text_config is not None:
+        return f"it reads more than text, and {_TARGET} does not"
     if family.model_type in _REASONS:
         return _REASONS[family.model_type]
     if family.rotary_fraction != 1.0 or family.alibi:
@@ -63,11 +67,12 @@ def _check_settings(config: LlamaConfig) -> None:
         )
     if config.mlp_bias:
         raise CheckpointError(f"config.json has mlp_bias = true, but {_TARGET} has no such biases.")
-    window = next((window for window in config.windows if window is not None), None)
+    context = config.rope.max_positions
+    window = next((window for window in config.windows if window is not None and window < context), None)
     if window is not None:
         raise CheckpointError(
-            f"config.json has a sliding window of {window} tokens, but {_TARGET} has none. If the window may go (the "
-            "model was trained on longer texts without it), set sliding_window to null, and remove layer_types."
+            f"config.json has a sliding window of {window} tokens, but {_TARGET} has none. If your texts are no longer "
+            "than the window, set sliding_window to null, and remove layer_types."
         )
     if config.rope.needs_lengths:
         raise CheckpointError(

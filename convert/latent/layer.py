@@ -98,12 +98,11 @@ class LatentLayer:
         return self.finish(checkpoint, self.balance(latent))
 
     def balance(self, latent: LatentMatrices) -> LatentMatrices:
-        """Return the same function with balanced weights, if the way to undo the norm allows it.
+        """Return the same function with balanced weights.
 
         An output projection that is not refitted stays as it is, so that a teacher can share it.
         """
-        # A bias outweighs a latent of unit variance. A balanced one may be longer.
-        return latent.balanced(keep_output=not self.recipe.refit) if self.sizes.norm == "eps" else latent
+        return latent.balanced(keep_output=not self.recipe.refit)
 
     def read(self, checkpoint: "Checkpoint") -> LayerAttention:
         """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""

@@ -172,6 +172,7 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
         if plan.is_exact
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
+    dtypes = "" if plan.sizes.norm == "bias" else "Open it in bfloat16 or float32: in float16 it computes NaN. "
     scaled = any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values())
     residual = (
         "The embedding and the output projections of attention and MLP are scaled, so that\n"
@@ -182,7 +183,7 @@ def _what_latent_did(plan: LatentPlan, exactly: str) -> str:
     return (
         "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
         f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
-        f"model's, {exactly}. {quality} Do not quantise the latent's\n"
+        f"model's, {exactly}. {quality} {dtypes}Do not quantise the latent's\n"
         "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
     )
 

@@ -108,11 +108,15 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
 
 
 def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype."""
+    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
+
+    DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
+    """
+    defaults = {"bos_token_id": 1, "eos_token_id": 2}
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
     if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
         keys.append("tokenizer_class")
-    return {key: config[key] for key in keys if key in config}
+    return defaults | {key: config[key] for key in keys if key in config}
 
 
 def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str]:
@@ -236,6 +240,8 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"the latent and the rotated key are {sizes.cached} numbers for each token and layer, and the source "
             f"caches {sizes.source_cached}: nothing is saved."
         )
+    if sizes.norm == "eps":
+        yield "open the output in bfloat16 or float32: in float16 it computes NaN (--latent-norm bias does not)."
     if not sizes.has_fast_kernel:
         known = " and ".join(f"{latent} + {rope_dims}" for latent, rope_dims in FAST_KERNEL_SIZES)
         yield (

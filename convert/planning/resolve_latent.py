@@ -40,7 +40,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     source = read_source(checkpoint)
     latent, rope_dims = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
-        _check_default(checkpoint, source.geometry, latent, options)
+        _check_default(checkpoint, source.geometry, latent, rope_dims, options)
     sizes = choose_sizes(source.geometry, latent, rope_dims, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
@@ -65,26 +65,35 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 
 
-def _check_default(checkpoint: Checkpoint, geometry: Geometry, default: int, options: LatentOptions) -> None:
-    """Raise CheckpointError if the default size of the latent does not fit a model. Name sizes that fit."""
+def _check_default(
+    checkpoint: Checkpoint, geometry: Geometry, default: int, rope_dims: int, options: LatentOptions
+) -> None:  # fmt: skip
+    """Raise CheckpointError if the default size of the latent does not fit a model, or saves nothing.
+
+    The message names sizes that fit.
+    """
     if default < 1:
         raise CheckpointError(
             f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} numbers to cache by default; give --latent."
         )
-    most = largest_latent(geometry, options.latent_norm)
-    if most >= default:
+    most, cached = largest_latent(geometry, options.latent_norm), 2 * geometry.n_kv_heads * geometry.head_dim
+    if most >= default and default + rope_dims < cached:
         return
+    heads = f"{geometry.n_kv_heads} K/V heads of {geometry.head_dim}"
+    problem = (
+        f"is too large for this model, which can use at most {most} ({heads}, hidden size {geometry.hidden_size})"
+        if most < default
+        else f"saves nothing here: with --rope {rope_dims} it caches {default + rope_dims} numbers, and the model's "
+        f"own KV cache holds {cached} ({heads})"
+    )
     fitting = suggested_sizes(geometry)
     advice = (
-        f"--latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope_dims}; "
+        f"give --latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope_dims}; "
         f"convert inspect {shlex.quote(str(checkpoint.path))} lists sizes"
         if fitting
-        else f"--latent, at most {most}"
+        else "the KV cache of this model is small already; give --latent and --rope to convert it all the same"
     )
-    raise CheckpointError(
-        f"the default of --latent, {default}, is too large for this model, which can use at most {most} "
-        f"({geometry.n_kv_heads} K/V heads of {geometry.head_dim}, hidden size {geometry.hidden_size}); give {advice}."
-    )
+    raise CheckpointError(f"the default of --latent, {default}, {problem}; {advice}.")
 
 
 def _check_baseline(

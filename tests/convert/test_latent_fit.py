@@ -28,6 +28,7 @@ from convert.latent.frequencies import evenly
 from convert.latent.recipe import LATENT, LatentRecipe
 from convert.layers.layer_stream import iter_layers
 from convert.planning.latent_plan import make_latent_plan
+from model import load_model
 from model.checkpoint import open_checkpoint
 
 SIZE = ("--latent", 12, "--rope", 8)
@@ -48,6 +49,18 @@ def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path,
     assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every pair once
 
 
+@pytest.mark.slow
+def test_the_constant_of_a_bias_outweighs_the_latent_of_a_trained_model(convert, tmp_path):
+    """So that the stock class, which has the norm, computes what our decoder trains without it."""
+    options = ("--latent", 224, "--rope", 32, "--latent-norm", "bias", "--calibration-tokens", 2048, "--refine", 0)
+    convert("mha-to-mla", "assets/demo-mha", tmp_path / "out", *options).succeeded()
+    speech = Path("assets/speeches/held-out/1800-Adams-1.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")(speech[:2000], return_tensors="pt").input_ids
+    with torch.inference_mode():
+        theirs = latent.open_stock(tmp_path / "out")(ids).logits
+        assert (theirs - load_model(tmp_path / "out", torch.float32)(ids)).abs().max() < 5e-4
+
+
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     for name in ("one", "two"):
         convert("mha-to-mla", source, tmp_path / name, *QUICK).succeeded()
@@ -55,7 +68,9 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     record = json.loads((tmp_path / "one/groupwise.json").read_text())
     assert (record["method"], record["refit"], record["refine"]) == ("latent", True, 1024)
     assert len(record["latent"]["positions"]) == 4
-    assert "each layer refined on 1,024 tokens" in (tmp_path / "one/README.md").read_text()
+    card = (tmp_path / "one/README.md").read_text()
+    assert "each layer refined on 1,024 tokens" in card
+    assert "Open it in bfloat16 or float32: in float16 it computes NaN." in card
     result = convert("verify", source, tmp_path / "one")
     assert (result.code, "rounding" in result.out) == (0, False), result
 
@@ -347,15 +362,31 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
 def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
     convert, tmp_path, head_dim, given, sizes
 ):
-    wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": 8, "num_key_value_heads": 8}
+    heads = 16 if head_dim == 32 else 8  # eight would cache less than 576 numbers
+    wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
     wide |= {"vocab_size": 300, "num_hidden_layers": 1}
     source = make_tokenizer(latent.make_source(tmp_path / "source", **wide), 300)
     options = (*given, "--calibration", "none", "--dry-run", "--json")
     planned = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["latent"]
     assert (planned["latent"], planned["rope"]) == sizes
     listed = json.loads(convert("inspect", source, "--json").out)["latent"]
-    if not given and sum(sizes) < 2 * 8 * head_dim:
+    if not given:
         assert sizes in [(row["latent"], row["rope"]) for row in listed]
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "head_dim", "words"),
+    [
+        (4, 64, ("576 numbers", "own KV cache holds 512", "give --latent and --rope, such as --latent 256")),
+        (1, 8, ("can use at most 16", "small already")),
+    ],
+)
+def test_default_sizes_that_save_nothing_are_refused(convert, tmp_path, n_kv_heads, head_dim, words):
+    wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": 8, "num_key_value_heads": n_kv_heads}
+    source = make_tokenizer(latent.make_source(tmp_path / "source", **wide, vocab_size=300, num_hidden_layers=1), 300)
+    convert("mha-to-mla", source, tmp_path / "out").refused(*words)
+    given = ("--latent", 512, "--rope", 64) if head_dim == 64 else ("--latent", 16, "--rope", 8)
+    convert("mha-to-mla", source, tmp_path / "out", *given, "--dry-run", "--calibration", "none").succeeded()
 
 
 @pytest.mark.parametrize(("frequencies", "nope"), [("longrope", 8), ("stock", 40)])

@@ -15,6 +15,7 @@ from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
+from transformers import AutoConfig
 
 from convert import conversion
 from model.common.tokenizer import open_tokenizer
@@ -96,14 +97,15 @@ def test_values_that_no_model_can_have(convert, source, tmp_path, options, words
         ("gpt_neox", {}, ("'gpt_neox'",)),
         ("mpt", {}, ("'mpt'", "rotating")),
         ("mixtral", {}, ("'mixtral'", "its decoder differs")),
-        ("llava", {}, ("'llava'",)),
+        ("llava", {}, ("'llava'", "reads more than text")),
+        ("ernie4_5", {}, ("'ernie4_5'", "neighbouring numbers")),
         ("llama", {"attention_bias": True}, ("attention_bias = true", "no bias for queries")),
         ("llama", {"mlp_bias": True}, ("mlp_bias = true",)),
         ("mistral", {"sliding_window": 16}, ("sliding window of 16",)),
         (
             "mistral",
             {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-            ("sliding window of 8 tokens", "to null, and remove layer_types"),
+            ("sliding window of 8 tokens", "no longer than the window", "to null, and remove layer_types"),
         ),
         ("llama", {"rope_parameters": ROPES["dynamic"]}, ("RoPE of type dynamic", "fixed")),
     ],
@@ -111,6 +113,14 @@ def test_values_that_no_model_can_have(convert, source, tmp_path, options, words
 def test_sources_that_the_class_cannot_compute(refused, tmp_path, family, changes, words):
     model = tiny.build(family, **changes)
     refused(*words, path=tiny.save(model, tmp_path / "other"))
+
+
+def test_a_window_that_no_text_reaches_changes_nothing(convert, tmp_path):
+    source = latent.make_source(tmp_path / "source", "mistral", max_position_embeddings=64)
+    tiny.edit_config(source, sliding_window=64)
+    convert("mha-to-mla", source, tmp_path / "converted", *SIZE, *BY_WEIGHTS).succeeded()
+    tiny.edit_config(source, sliding_window=63)
+    convert("mha-to-mla", source, tmp_path / "other", *SIZE, *BY_WEIGHTS).refused("sliding window of 63")
 
 
 def test_models_that_are_not_causal(refused, source, tmp_path):
@@ -305,3 +315,14 @@ def test_a_damaged_side_file_is_refused_before_hours_of_calibration(convert, tmp
     monkeypatch.setattr(conversion, "calibrate", calibrate)
     options = ("--latent", 8, "--rope", 8, "--frequencies", "stock", "--calibration-tokens", 1024)
     convert("mha-to-mla", source, tmp_path / "out", *options).refused("tokenizer_config.json: not valid JSON")
+
+
+def test_special_tokens_that_the_source_leaves_out_are_those_of_its_class(convert, tmp_path):
+    """DeepSeek-V3's class has 0 and 1 for them."""
+    source, out = latent.make_source(tmp_path / "source"), tmp_path / "converted"
+    tiny.edit_config(source, bos_token_id=..., eos_token_id=...)
+    (source / "generation_config.json").unlink()
+    convert("mha-to-mla", source, out, *SIZE, *BY_WEIGHTS).succeeded()
+    for folder in (source, out):
+        opened = AutoConfig.from_pretrained(folder)
+        assert (opened.bos_token_id, opened.eos_token_id) == (1, 2)

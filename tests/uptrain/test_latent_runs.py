@@ -68,3 +68,17 @@ def test_generates(convert, generation, tmp_path):
     convert("mha-to-mla", source, tmp_path / "mla", *options).succeeded()
     result = generation(tmp_path / "mla", "--prompt", "The folder", "--max-new-tokens", 4).succeeded()
     assert "a latent of 12 and a key of 8 for 8 query heads" in result.err
+
+
+def test_the_plan_names_latent_attention_of_the_model_and_of_a_teacher(convert, uptrain, tmp_path):
+    inputs, other = inputs_of(convert, tmp_path, "eps"), tmp_path / "other"
+    options = ("--latent", 14, "--rope", 8, "--calibration", "none")
+    convert("mha-to-mla", inputs["parent"], other, *options).succeeded()
+    fixed = ("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
+    planned = uptrain("plan", inputs["model"], "--teacher", other, *fixed).succeeded()
+    assert "latent attention (12 + 8 numbers cached)" in planned.out
+    warning = f"the teacher {other} has latent attention, but the parent of {inputs['model']} had 8 K/V heads"
+    assert warning in planned.err
+    planned = uptrain("plan", inputs["model"], "--teacher", inputs["parent"], *fixed, "--json").succeeded()
+    assert json.loads(planned.out)["latent"] == [12, 8]
+    assert "the teacher" not in planned.err

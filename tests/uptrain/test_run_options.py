@@ -216,7 +216,9 @@ def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
         convert("mha-to-gqa", "--method", "mean", inputs["parent"], out, "--groups", groups).succeeded()
     tiny.save(tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=1, num_hidden_layers=1), smaller)
     fixed = ("plan", merged, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
-    warning = f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was merged"
+    warning = (
+        f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was converted"
+    )
     for teacher, warns in ((other, True), (inputs["parent"], False), (smaller, False)):
         given = {**inputs, "model": merged, "parent": teacher}
         run = uptrain(*real_runs.arguments(given, tmp_path / "run", "--max-minutes", 0, loss="distill"))

@@ -51,11 +51,16 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
             own, theirs = read_sizes(student), read_sizes(other)
     except CheckpointError:  # the heads of a teacher of another family may be unknown
         return None
-    if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size) or theirs.n_kv_heads >= heads:
+    if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size):
         return None
+    if theirs.latent is None and theirs.n_kv_heads >= heads:
+        return None
+    found, had = (
+        ("latent attention", f"{heads} K/V heads") if theirs.latent else (f"{theirs.n_kv_heads} K/V heads", f"{heads}")
+    )
     return (
-        f"the teacher {teacher} has {theirs.n_kv_heads} K/V heads, but the parent of {model} had {heads}: the teacher "
-        "was merged too. The parent is usually the better teacher."
+        f"the teacher {teacher} has {found}, but the parent of {model} had {had}: the teacher "
+        "was converted too. The parent is usually the better teacher."
     )
 
 

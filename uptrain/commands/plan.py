@@ -172,10 +172,16 @@ def _wrapped(parts: list[str]) -> str:
     return "  " + " \\\n    ".join(lines)
 
 
+def _attention(plan: dict[str, Any]) -> str:
+    if plan["latent"]:
+        return "latent attention ({} + {} numbers cached)".format(*plan["latent"])
+    return f"{plan['n_kv_heads']} K/V heads"
+
+
 def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
     original, data = plan["original"], plan["data"]
     rows = [
-        ("parameters", f"{format_count(plan['n_params'])}, {plan['n_kv_heads']} K/V heads"),
+        ("parameters", f"{format_count(plan['n_params'])}, {_attention(plan)}"),
         ("original", _original(original) if original else "not in the table"),
         ("α", "unknown without --original-tokens" if plan["alpha"] is None else f"{plan['alpha']:.4g}"),
         ("steps", f"{plan['steps']:,}"),

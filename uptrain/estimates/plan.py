@@ -102,6 +102,7 @@ def make_plan(
         "trainable": trainable,
         "n_params": n_params,
         "n_kv_heads": estimator.sizes.n_kv_heads,
+        "latent": estimator.sizes.latent,
         "alpha": budget.alpha,
         "steps": budget.steps,
         "tokens": budget.tokens,
