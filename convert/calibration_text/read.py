@@ -208,7 +208,7 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     try:
         backend: Tokenizer | None = getattr(open_hf_tokenizer(checkpoint), "backend_tokenizer", None)
     except CheckpointError as error:
-        raise UnsupportedMethodError(f"{refusal}: {str(error).rstrip('.')}; or {advice}.") from error
+        raise UnsupportedMethodError(f"{refusal}: {str(error).rstrip('.')}; {of_ids}.") from error
     if backend is None:
         raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
     return backend

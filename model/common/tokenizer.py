@@ -73,9 +73,15 @@ def open_tokenizer(folder: Path) -> Any:
         except CheckpointError as error:
             failure = error.__cause__
     if code and len(openers) == 1:
+        known = (
+            'if its tokenizer.model is one of Llama\'s kind, set "tokenizer_class": "LlamaTokenizer" and remove '
+            '"auto_map" in tokenizer_config.json'
+            if (folder / "tokenizer.model").is_file()
+            else "save the tokenizer as a fast one with transformers"
+        )
         raise CheckpointError(
-            f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there (save "
-            "the tokenizer as a fast one with transformers), or give a folder that has one."
+            f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there, or "
+            f"{known}."
         ) from failure
     if not any(path.name in (WHOLE, *VOCABULARIES) or path.name.endswith(OTHERS) for path in folder.iterdir()):
         raise CheckpointError(

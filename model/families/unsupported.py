@@ -19,8 +19,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "transformers' class for it mixes attention with recurrent layers in any share, also none, and Groupwise does not "
     f"know its layers; {_PARENT}": ("granitemoehybrid",),
-    "its language model, Vicuna or Flan-T5, reads images through a Q-Former, whose layout Groupwise does not know; "
-    f"{_PARENT}": ("instructblip",),
+    "its language model reads images through a Q-Former, whose layout Groupwise does not know; "
+    f"{_PARENT}": ("blip-2", "instructblip", "instructblipvideo"),
     f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
@@ -41,20 +41,21 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"{_PARENT}": ("jetmoe",),
     "transformers' class for it has no number of K/V heads, so it could not open the result; "
     f"{_PARENT}": (
-        "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
+        "bark", "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
         "codegen", "ctrl", "electra", "fuyu", "gpt-sw3", "gpt2", "gpt_neo", "gpt_neox_japanese", "gptj", "longt5",
-        "m2m_100", "marian", "mbart", "modernbert-decoder", "mvp", "nllb-moe", "openai-gpt", "opt", "pegasus",
-        "persimmon", "plbart", "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm",
+        "m2m_100", "marian", "mbart", "modernbert-decoder", "mvp", "nllb-moe", "openai-gpt", "opt",
+        "pegasus", "persimmon", "plbart", "prophetnet", "roberta", "switch_transformers", "umt5", "whisper", "xglm",
         "xlm-roberta", "xlnet",
     ),
     "it runs its own code, which may ignore the number of K/V heads; rewrite Baichuan2-7B as llama first "
     "(LLaMA-Factory: scripts/convert_ckpt/llamafy_baichuan2.py), and convert that. (The script is wrong for the "
     "others: Baichuan-7B's head is not normalised, and the 13B models use ALiBi.)": ("baichuan",),
-    "it runs its own code, which may ignore the number of K/V heads; rewrite it as qwen2 first (LLaMA-Factory: "
+    "it runs its own code, which may ignore the number of K/V heads; rewrite it as llama first (LLaMA-Factory: "
     "scripts/convert_ckpt/llamafy_qwen.py), and convert that. (Qwen-VL cannot be rewritten.)": ("qwen",),
     "it runs its own code, which may ignore the number of K/V heads, but its tensors are those of Llama with biases; "
     'set "model_type": "llama", "architectures": ["LlamaForCausalLM"] and "attention_bias", as "bias" is, in its '
-    "config.json, and convert that.": ("internlm",),
+    'config.json, set "tokenizer_class": "LlamaTokenizer" and remove "auto_map" in its tokenizer_config.json, and '
+    "convert that.": ("internlm",),
     "it runs its own code, which may ignore the number of K/V heads, but its tensors are Llama's; set "
     '"model_type": "llama" and "architectures": ["LlamaForCausalLM"] in its config.json, and convert that.': (
         "xverse",
@@ -66,6 +67,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": ("internlm2", "xgen"),
     "it is a model as the LLaVA project saves it, which transformers does not open; get the version made for "
     "transformers (on the hub: llava-hf).": ("llava_llama", "llava_mistral", "llava_qwen"),
+    "it is Janus or DeepSeek-VL as its own code saves it; get the version made for transformers (on the hub: "
+    "deepseek-community).": ("multi_modality",),
     "it is OLMo as its own package saves it; get the version made for transformers (its name ends with -hf).": (
         "hf_olmo",
     ),

@@ -8,6 +8,10 @@ from model.families.family import Wrapper
 WRAPPERS = (
     # Aya Vision: as LLaVA, around Cohere 2.
     Wrapper("aya_vision", "cohere2"),
+    # DeepSeek-VL 1.3B: as LLaVA, with a vision model of another name.
+    Wrapper("deepseek_vl", "llama", other_towers=r"(?:model\.)?vision_model\."),
+    # DeepSeek-VL 7B: a second vision model for images of high resolution.
+    Wrapper("deepseek_vl_hybrid", "llama", other_towers=r"(?:model\.)?(?:high_res_)?vision_model\."),
     # Gemma 3, 4B to 27B: as LLaVA, around Gemma 3's language model.
     Wrapper("gemma3", "gemma3_text"),
     # GOT-OCR 2: as LLaVA, around Qwen 2.

@@ -81,6 +81,13 @@ def test_unknown_type_on_the_command_line(convert, source, tmp_path, model_type)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_with_code_of_its_own_gets_the_reason():
+    config = {"model_type": "aquila", "auto_map": {"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"}}
+    words = r"'aquila' is not supported: it runs its own code \(auto_map\), .*; supported are: apertus, "
+    with pytest.raises(CheckpointError, match=words):
+        find_family(config)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -92,6 +92,10 @@ VISION = {**SIZES, "image_size": 8, "patch_size": 4}
 CLIP = {"model_type": "clip_vision_model", **VISION, "projection_dim": 8}
 SIGLIP = {"model_type": "siglip_vision_model", **VISION}
 GOT = {**VISION, "window_size": 1, "global_attn_indexes": [1], "mlp_dim": 24, "output_channels": 8}
+SAM = {
+    "hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 8, "window_size": 2, "global_attn_indexes": [0], "mlp_dim": 24,
+}  # fmt: skip
 JANUS = {**VISION, "projection_dim": HIDDEN, "mlp_ratio": 2}
 VQ = {
     "embed_dim": 4, "num_embeddings": 8, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1],
@@ -105,10 +109,14 @@ RESAMPLER = {
     "hidden_size": HIDDEN, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
     "resampler_head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
-IMAGE_TOKEN = dict.fromkeys(("idefics2", "idefics3", "janus", "smolvlm"), "image_token_id")
+IMAGE_TOKEN = dict.fromkeys(
+    ("deepseek_vl", "deepseek_vl_hybrid", "idefics2", "idefics3", "janus", "smolvlm"), "image_token_id"
+)
 IMAGE_TOKEN["qwen2_audio"] = "audio_token_index"
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("cohere2", {"vision_config": SIGLIP}),
+    "deepseek_vl": ("llama", {"vision_config": SIGLIP}),
+    "deepseek_vl_hybrid": ("llama", {"vision_config": SIGLIP, "high_res_vision_config": SAM}),
     "gemma3": ("gemma3_text", {"vision_config": SIGLIP, "mm_tokens_per_image": 4}),
     "got_ocr2": ("qwen2", {"vision_config": GOT}),
     "idefics2": ("mistral", {"vision_config": VISION, "perceiver_config": RESAMPLER}),
