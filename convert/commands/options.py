@@ -115,7 +115,7 @@ def latent_options(command: Command) -> Command:
                      "llama.cpp computes it wrongly, without a message, and SGLang and vLLM's own code do not compute "
                      "it; transformers 5 does.  [default: longrope; stock where it loses "
                      "nothing]"),
-        # Published methods beside `fit`, for the study (docs/latent.md).
+        # Published methods beside `fit`, for the study (docs/study/latent.md).
         click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
         click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
                      help="Train each layer's attention on this many tokens of the calibration text, to reproduce "

@@ -1,10 +1,10 @@
 """Convert layers as published methods do, for comparison with ours.
 
 - `transmla` (Meng et al. 2025, TransMLA, section 4): RoRoPE and balanced PCA. FreqFold only joins pairs that must share
-  a channel; its larger folds are left out (docs/latent.md has figures). In each fold of RoPE pairs, the shared rotated
-  key is the first principal component over heads and pairs by a real rotation, alike for real and imaginary parts. The
-  rest of the keys loses its rotation. The latent is the PCA of the activations of this rest and of the values, balanced
-  by their mean lengths. Queries only undo the maps of keys.
+  a channel; its larger folds are left out (docs/study/latent.md has figures). In each fold of RoPE pairs, the shared
+  rotated key is the first principal component over heads and pairs by a real rotation, alike for real and imaginary
+  parts. The rest of the keys loses its rotation. The latent is the PCA of the activations of this rest and of the
+  values, balanced by their mean lengths. Queries only undo the maps of keys.
 - `care` (2026, arXiv 2603.17946): the same rotated key. The latent is the SVD of the weights of both, whitened by the
   inputs' second moment.
 - `svd`: the shared rotated key is the mean over K/V heads (X-EcoMLA, Li et al. 2025), the latent the SVD of the weights

@@ -65,6 +65,8 @@ STYLE = PLOT_STYLE | {
 }  # fmt: skip
 """These figures are read in print too: dark labels, and legends that show the dashes of lines."""
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = SERIES
+ROW = "#f2f2f0"
+"""Every second row of merges has this background, so that each point is seen to be of one row."""
 PURPLE, LIGHT_PURPLE, BROWN, LIGHT_BROWN = "#5e3c99", "#b2abd2", "#8c510a", "#dfc27d"
 LONG_DASHES: Any = (0, (6, 1, 1, 1, 1, 1))
 DEFAULT, UNREFINED = "default", "unrefined"
@@ -367,15 +369,19 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
                 drawn = figures if len(figures) == 2 else [statistics.mean(figures)]
                 error = statistics.stdev(figures) * 100 if len(figures) > 2 else math.nan
                 axes.errorbar(
-                    [100 * share for share in drawn], [row + (place - 3) * 0.12] * len(drawn), xerr=error, fmt=marker,
+                    [100 * share for share in drawn], [row + (place - 3) * 0.1] * len(drawn), xerr=error, fmt=marker,
                     color=colour, markerfacecolor=inside, markersize=6, capsize=2, elinewidth=1, linestyle="none",
                     label=label if arms == ("mean",) else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES)
+    axes.set_ylim(-0.5, len(MERGES) - 0.5)
+    axes.grid(visible=False, axis="y")
+    for row in range(0, len(MERGES), 2):
+        axes.axhspan(row - 0.5, row + 0.5, color=ROW, linewidth=0, zorder=0)
     axes.set_xscale("log")
     axes.set_xticks(MERGE_SHARES, map(str, MERGE_SHARES))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("share of mean's gap (%), logarithmic")
+    axes.set_xlabel("added loss, % of the mean's (logarithmic)")
     axes.legend(
         *legend_of(axes), title="K/V heads; parents", alignment="left", title_fontsize=8, loc="upper left",
         bbox_to_anchor=(1.01, 1),

@@ -19,7 +19,11 @@ from scripts.study.results import read
 from scripts.study.table import tables
 
 RESULTS = Path("docs/study")
-PAGES = (Path("README.md"), Path("docs/study.md"), Path("docs/latent.md"), RESULTS / "more.md", RESULTS / "tables.md")
+PAGES = (
+    Path("README.md"),
+    Path("docs/study.md"),
+    *(RESULTS / f"{name}.md" for name in ("latent", "more", "small_models", "smollm2_qwen2", "tables")),
+)
 PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 

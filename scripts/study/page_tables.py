@@ -289,25 +289,28 @@ def recovered_by_text_kind(lines: list[Result]) -> str:
 def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
     """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
 
-    Each uptraining is at its best rate, which the cell names, with the number of parents where not all are in it.
-    `length` names how long it was, from a line.
+    Each uptraining is at its best rate, which the cell names. `length` names how long it was, from a line. A † marks
+    cells without some of the parents; a line under the table says of how many they are.
     """
     cached = {line["groups"]: sum(line["latent"]) for line in lines if line["latent"]}
     n_parents = len(losses(lines))
     converted = [line for line in lines if not is_parent(line)]
     arms, rows = unique(line["arm"] for line in converted), []
     models = unique((line["arm"], stage_of(line), line["trainable"]) for line in converted)
+    fewer = set()
     for arm, stage, part in sorted(models, key=lambda model: (arms.index(model[0]), *by_loss(model[1]))):
         own = [x for x in converted if (x["arm"], stage_of(x), x["trainable"]) == (arm, stage, part)]
         cells = []
         for groups in sorted(cached):
             best = at(own, arm, stage, groups)
-            remarks = [f"lr {best[0]['lr']:g}"] if best and stage != START else []
-            if best and len(losses(best)) < n_parents:
-                remarks.append(f"{len(losses(best))} of {n_parents} parents")
-            cells.append(show(gaps(best)) + (f" ({'; '.join(remarks)})" if remarks else ""))
+            mark = "†" if best and len(losses(best)) < n_parents else ""
+            fewer |= {len(losses(best))} if mark else set()
+            rate = f" (lr {best[0]['lr']:g})" if best and stage != START else ""
+            cells.append(f"{show(gaps(best))}{mark}{rate}")
         rows.append([arm, "–" if stage == START else f"{length.format(**own[0])}, {part}", *cells])
-    return markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
+    table = markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
+    note = f"\n\n† {' or '.join(map(str, sorted(fewer)))} of {n_parents} parents."
+    return table + note if fewer else table
 
 
 def by_parent(lines: list[Result]) -> str:

@@ -120,10 +120,12 @@ def test_table_by_cache():
     assert page_tables.by_cache(lines).splitlines() == [
         "|  | distilled | 64 numbers | 128 numbers |",
         "| --- | --- | --- | --- |",
-        "| merged | – | 0.5000 (1 of 2 parents) | 0.5000 and 0.7000 |",
-        "| latent | – | 0.4000 (1 of 2 parents) | 0.3000 and 0.1000 |",
-        "| latent | α 0.01, attention | 0.2000 (lr 3e-05; 1 of 2 parents) | – |",
-        "| latent | α 0.01, all | – | 0.1000 (lr 3e-05; 1 of 2 parents) |",
+        "| merged | – | 0.5000† | 0.5000 and 0.7000 |",
+        "| latent | – | 0.4000† | 0.3000 and 0.1000 |",
+        "| latent | α 0.01, attention | 0.2000† (lr 3e-05) | – |",
+        "| latent | α 0.01, all | – | 0.1000† (lr 3e-05) |",
+        "",
+        "† 1 of 2 parents.",
     ]
 
 

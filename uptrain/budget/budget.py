@@ -25,8 +25,8 @@ FITTED_PEAK_DIVISORS = {
     "latent": dict.fromkeys(TRAINABLE, 15),
 }
 """The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is
-so close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/latent.md, "Results").
-For latent attention only `attention` was measured."""
+so close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md,
+"Results"). For latent attention only `attention` was measured."""
 
 
 FEW_STEPS = 50
