@@ -99,7 +99,9 @@ def _holds_other_work(folder: Path) -> bool:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Return weights in subfolders, which are other models, and without a record of a conversion what is no model's.
+    """Return the files that make a folder more than one model: weights in subfolders, and files of no model.
+
+    The latter only if the folder has no groupwise.json.
 
     A conversion copies whatever lies beside the weights of its source, so its own output may hold any other file.
     """

@@ -1,4 +1,4 @@
-"""Check that a checkpoint lacks none of the tensors besides attention's: its class fills a gap with random numbers."""
+"""Check that no tensor besides attention's is missing. transformers would initialise a missing one at random."""
 
 import re
 from collections.abc import Mapping

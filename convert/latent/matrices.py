@@ -84,7 +84,7 @@ def _rms(weights: Real, axes: int | tuple[int, ...]) -> Real:
 
 
 def _factor(made: Real, read: Real) -> Real:
-    """Return the powers of two that bring `made` times them nearest to `read` divided by them.
+    """Return powers of two f for which `made · f` and `read / f` have about the same size.
 
     1 where one is 0, or a round-off beside the largest.
     """

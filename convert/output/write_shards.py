@@ -151,7 +151,7 @@ class _ShardJob:
             self._file.close()
 
     def _write_computed(self, output: OutputTensor) -> int:
-        """Write a tensor with K/V heads: copy rows, and merge rows or take them from a converted layer."""
+        """Write a tensor that differs from the source's: merged or scaled rows, or those of a converted layer."""
         plan, name = self._plan, output.tensor.name
         if output.layer is not None:
             return self._write_of_layer(name, self._layers.get(output.layer))

@@ -15,6 +15,7 @@ from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import EPSILON, KEY
+from model.checkpoint.llama_config import rope_settings
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
@@ -101,7 +102,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         sizes=sizes,
         config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
-        | {"rope_parameters": rope, **({} if rope is None else _old_spelling(rope))}
+        | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
         | _token_settings(checkpoint.config)
         | _dtype_settings(checkpoint, layers[0].dtype(checkpoint)),
     )
@@ -228,10 +229,10 @@ def _config(
     }
 
 
-def _old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding as transformers 4 and other engines spell it."""
+def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding in the spellings of transformers 4 and 5."""
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
+    return rope_settings(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
 
 
 def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:

@@ -14,10 +14,9 @@ from convert.planning.remote_code import Code
 from convert.planning.tensors import OutputTensor
 from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
-from model.checkpoint.safetensors_writer import divide, header_bytes, name_shards
+from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, header_bytes, name_shards
 from model.geometry import Geometry
 
-DEFAULT_SHARD_SIZE = 5_000_000_000
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
 _INTERPRETER, TORCH_BYTES = 44_000_000, 450_000_000

@@ -1,4 +1,4 @@
-"""Check a pickle before it is read, for what takes far more memory or time than its length.
+"""Refuse a pickle that would take far more memory or time to load than its size suggests.
 
 A restricted unpickler runs no code, but obeys numbers: an index of the memo, the size of a bytearray, and tuples of
 tuples that are named twice at each level, whose hash takes time that is exponential in their depth.

@@ -19,6 +19,8 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
 _PIECE = 1 << 20
+DEFAULT_SHARD_SIZE = 5_000_000_000
+"""Most bytes of a shard, as in transformers 4."""
 
 
 def header_bytes(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:

@@ -34,7 +34,7 @@ def is_running(pid: int, started: float | None) -> bool:
 
 
 def pid_namespace() -> str:
-    """Return what tells apart containers whose processes have ids of their own; "" where there is no such thing."""
+    """Return the namespace of process ids, which differs between containers; "" outside Linux."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

@@ -17,10 +17,11 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 from model.common import console
 from model.common.errors import CheckpointError
@@ -231,6 +232,22 @@ class Staging:
         with suppress(OSError):  # another process may already use the folder
             self.root.rmdir()
         self._lock.release()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes OUT at the end of the block, and is removed if the block fails.
+
+    A killed block is not resumed: use it where the work is short. Raises CheckpointError as `Staging` does.
+    """
+    with Staging(out) as staging:
+        staging.open(uuid4().hex)
+        try:
+            yield staging.folder
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
 
 
 def _remove(folder: Path) -> None:

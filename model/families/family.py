@@ -179,8 +179,8 @@ class Family:
     """Whether the class supports only MHA and MQA, and no number of K/V heads between."""
     custom_code: CustomCode | None = None
     needs_own_code: str | None = None
-    """A word in the checkpoint's own code that shows that this code reads the number of K/V heads; for families whose
-    stock class does not read it."""
+    """A word that the checkpoint's own code must contain, which shows that it supports GQA. For families whose stock
+    class does not."""
 
     @property
     def stock_class_supports_gqa(self) -> bool:

@@ -142,7 +142,7 @@ def test_bfloat16_rounds_once_and_is_named_in_the_config(tmp_path, uptrain):
 
 def test_shards_of_5_gb_and_any_step(tmp_path, uptrain, monkeypatch):
     _, run = trained(tmp_path)
-    monkeypatch.setattr("uptrain.export.export.MAX_SHARD_SIZE", 40_000)
+    monkeypatch.setattr("uptrain.export.export.DEFAULT_SHARD_SIZE", 40_000)
     uptrain("export", run, tmp_path / "out", "--step", 3).succeeded()
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 2

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.texts import Piece
-from uptrain.data.prepare.quotas import MachineShard, SourceQuota, divide, finalise_quotas
+from uptrain.data.prepare.quotas import MachineShard, SourceQuota, apportion, finalise_quotas
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 
 PARTS = st.lists(st.fractions(Fraction(1, 1000), 10), min_size=1, max_size=6).map(lambda w: [x / sum(w) for x in w])
@@ -14,7 +14,7 @@ PARTS = st.lists(st.fractions(Fraction(1, 1000), 10), min_size=1, max_size=6).ma
 
 @given(st.integers(0, 10**13), PARTS)
 def test_division_is_exact_and_fair(n, parts):
-    divided = divide(n, parts)
+    divided = apportion(n, parts)
     assert sum(divided) == n
     assert all(abs(count - n * part) < 1 for count, part in zip(divided, parts, strict=True))
 

@@ -94,8 +94,8 @@ class Memory:
     logits: int
     """A chunk of the LM head's logits, and its gradient in float32."""
     gathered: int
-    """Bytes that FSDP2 holds whole: embedding and head of student and teacher, two layers of the student, and one of
-    the teacher, each without what the teacher shares; and gradients that it reduces, as far as they take more than
+    """Bytes that FSDP2 gathers at once: embedding and head of student and teacher, two layers of the student and one of
+    the teacher, without what the teacher shares. Added are the gradients that it reduces, if they take more than the
     activations and logits, which are freed before."""
 
     def replicated(self) -> int:

@@ -4,7 +4,6 @@ import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
@@ -13,12 +12,12 @@ from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, json_text, list_files, read_config
 from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
-from model.checkpoint.safetensors_writer import ShardFile, divide, index_text, name_shards
+from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_text, name_shards
 from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.files import copy_file, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
-from model.common.staging import Staging
+from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
@@ -33,7 +32,6 @@ from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
-MAX_SHARD_SIZE = 5 * 10**9
 _PIECE = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
@@ -48,16 +46,10 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
     refuse_existing(out, "choose another OUT")
     run = Run.read(run_folder)
     record = make_record(run, run_folder, checkpoint)
-    with _open_weights(run, run_folder, checkpoint) as weights, Staging(out) as staging:
-        staging.open(uuid4().hex)  # an interrupted export is not resumed
-        try:
-            _write_weights(weights, staging.folder, dtype, advance)
-            _write_files(run_folder / MODEL, staging.folder, record, dtype)
-            _check_fit(staging.folder, run_folder)
-            staging.publish()
-        except BaseException:
-            staging.discard()
-            raise
+    with _open_weights(run, run_folder, checkpoint) as weights, new_folder(out) as folder:
+        _write_weights(weights, folder, dtype, advance)
+        _write_files(run_folder / MODEL, folder, record, dtype)
+        _check_fit(folder, run_folder)
     return record
 
 
@@ -198,7 +190,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
 def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advance) -> None:
     short = DTYPES[dtype]
     tensors = {name: replace(tensor, dtype=short) for name, tensor in source.tensors.items()}
-    groups = divide(tensors.values(), MAX_SHARD_SIZE)
+    groups = divide(tensors.values(), DEFAULT_SHARD_SIZE)
     shards = name_shards(groups, {})
     for shard, group in zip(shards, groups, strict=True):
         file = ShardFile(folder / shard.name, group, shard.metadata)

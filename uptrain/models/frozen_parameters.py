@@ -100,7 +100,7 @@ def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
 
 
 def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
-    """Make a module cast its parameters where it uses them; return whether it then can.
+    """Change a module's class to one that casts its parameters in use. Return False if there is none for it.
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """

@@ -7,13 +7,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
 from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
-from model.common.staging import Staging, check_out
+from model.common.staging import check_out, new_folder
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.folder import MODEL, RUN, STATE, Run, read_state
@@ -46,18 +45,12 @@ def make_folder(
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )
-    with Staging(out.resolve()) as staging:
-        staging.open(uuid4().hex)  # an interrupted start is not resumed: making the folder is fast
-        try:
-            for name, content in files.items():
-                copy_file(content, staging.folder / MODEL / name)
-            fill(staging.folder)
-            write_file(staging.folder / RUN, json_text(asdict(run)))
-            sync_tree(staging.folder)
-            staging.publish()
-        except BaseException:
-            staging.discard()
-            raise
+    with new_folder(out.resolve()) as folder:
+        for name, content in files.items():
+            copy_file(content, folder / MODEL / name)
+        fill(folder)
+        write_file(folder / RUN, json_text(asdict(run)))
+        sync_tree(folder)
 
 
 def refuse_inside(out: Path, *folders: Path | None) -> None:

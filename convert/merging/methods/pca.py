@@ -62,7 +62,7 @@ def _share_unrotated(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None
 
 
 def _as_long_as_heads(shared_SF: Real, backs_HDS: Real) -> tuple[Real, Real]:
-    """Return the same shared keys in coordinates in which a norm gives them the scale that it gave the heads.
+    """Rescale the dimensions of the shared keys, so that the norm gives them the scale that it gave the heads.
 
     The squared length of a token's shared key is then the mean over the heads of what the heads are mapped back to. Of
     all such coordinates these are nearest to the heads' own: where all heads are equal, they are the heads'.

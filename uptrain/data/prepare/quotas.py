@@ -85,14 +85,14 @@ def make_source_quotas(sources: list[Source], units: list[Unit], n_tokens: int |
     if not weights:
         return [SourceQuota("the sources", units, n_tokens, Fraction(1))]
     parts = [weight / sum(weights) for weight in weights]
-    quotas = [None] * len(parts) if n_tokens is None else divide(n_tokens, parts)
+    quotas = [None] * len(parts) if n_tokens is None else apportion(n_tokens, parts)
     return [
         SourceQuota(f"--data {source.text.name}", [unit for unit in units if unit.source == i], quotas[i], parts[i])
         for i, source in enumerate(sources)
     ]
 
 
-def divide(n: int, parts: list[Fraction]) -> list[int]:
+def apportion(n: int, parts: list[Fraction]) -> list[int]:
     """Divide an integer in proportion to `parts`, exactly, by the method of largest remainders."""
     exact = [n * part for part in parts]
     whole = [math.floor(value) for value in exact]
@@ -109,7 +109,7 @@ def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, reco
     """
     if n_tokens is None and len(source_quotas) > 1:
         n_tokens = min(_largest(source_quota, records) for source_quota in source_quotas)
-        quotas = divide(n_tokens, [source_quota.weight for source_quota in source_quotas])
+        quotas = apportion(n_tokens, [source_quota.weight for source_quota in source_quotas])
         source_quotas = [
             replace(source_quota, quota=quota) for source_quota, quota in zip(source_quotas, quotas, strict=True)
         ]
