@@ -164,6 +164,9 @@ def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
     (dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
     (dist.DistBackendError("NCCL error: remote process exited"), False), (MemoryError(), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True), (ValueError("out of memory"), False),
 ])  # fmt: skip
 def test_lack_of_memory(error, expected):
