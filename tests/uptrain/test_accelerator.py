@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import real_runs
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -12,7 +13,7 @@ from accelerate.utils import DistributedType
 from model.common.errors import InputError, is_out_of_memory
 from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
-from uptrain.runs import device_memory
+from uptrain.runs import device_memory, resolve_settings
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [
@@ -72,6 +73,32 @@ def test_one_device_for_many_processes(monkeypatch):
     with pytest.raises(InputError, match="--device cpu is for one process, but 2 were started; leave it out"):
         choose_device("cpu")
     assert choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(("local_rank", "seen", "index"), [(1, 2, 1), (3, 1, 0), (0, 8, 0)])
+def test_each_process_asks_its_own_device(monkeypatch, local_rank, seen, index):
+    """Not the first of its machine, which may be of another kind."""
+    current, asked = [], []
+    monkeypatch.setattr(accelerators, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: asked.append(list(current)) or True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    device = choose_device("auto")
+    assert (device, accelerators.default_precision(device)) == (torch.device("cuda", index), "bf16")
+    assert asked == [[index]]
+
+
+def test_a_given_precision_leaves_the_device_to_be_chosen(uptrain, tmp_path, monkeypatch):
+    """The warning of slow attention is about the current device."""
+    chosen = []
+    inputs = real_runs.make_inputs(tmp_path)
+    monkeypatch.setattr(resolve_settings, "choose_device", lambda name: chosen.append(name) or torch.device("cpu"))
+    arguments = real_runs.arguments(inputs, tmp_path / "run", "--precision", "fp32", "--max-minutes", 0)
+    uptrain(*arguments).succeeded()
+    assert chosen == ["auto"]
 
 
 def test_a_device_against_the_environment(monkeypatch):

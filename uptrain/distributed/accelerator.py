@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.machine import world_size
+from model.common.machine import local_rank, world_size
 from model.decoder.devices import find_device
 from uptrain.distributed.collectives import gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
@@ -61,12 +61,19 @@ def choose_device(name: str) -> torch.device:
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
-        gpu = torch.accelerator.current_accelerator() if has_accelerator() else None
-        return gpu or torch.device("cpu")
-    device = find_device(name)
+        device = _own_gpu() if has_accelerator() else torch.device("cpu")
+    else:
+        device = find_device(name)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def _own_gpu() -> torch.device:
+    """Return the GPU of this process, one of many. It may be the only one that the process sees."""
+    gpu = torch.accelerator.current_accelerator()
+    assert gpu is not None
+    return torch.device(gpu.type, local_rank() % torch.accelerator.device_count())
 
 
 def default_precision(device: torch.device) -> str:
