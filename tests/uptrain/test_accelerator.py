@@ -108,6 +108,21 @@ def test_a_device_against_the_environment(monkeypatch):
     assert choose_device("auto").type == "cpu"
 
 
+@pytest.mark.parametrize(("on_gpus", "seen", "refused"), [
+    (True, 2, True), (True, 4, False), (True, 8, False), (True, 1, False), (False, 2, False),
+])  # fmt: skip
+def test_more_processes_than_devices(monkeypatch, on_gpus, seen, refused):
+    """NCCL would refuse them, with a traceback of each. With `srun --gpus-per-task=1`, each sees only its own."""
+    monkeypatch.setattr(accelerators, "has_accelerator", lambda: on_gpus)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    words = r"^4 processes for 2 GPUs on this machine; start at most 2 \(GPUS=2\)\.$"
+    with pytest.raises(InputError, match=words) if refused else nullcontext():
+        accelerators.check_launcher()
+
+
 @pytest.mark.parametrize(("name", "value", "problem"), [
     ("OFFLOAD_PARAMS", "true", "fsdp_offload_params: true is not supported: parameters stay on the device"),
     ("ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing: true .*the option --activation-checkpointing"),

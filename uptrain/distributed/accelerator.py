@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.machine import local_rank, world_size
+from model.common.machine import local_rank, local_world_size, world_size
 from model.decoder.devices import find_device
 from uptrain.distributed.collectives import gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
@@ -214,13 +214,21 @@ def _refuse_fsdp_settings() -> None:
 
 
 def check_launcher() -> None:
-    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher."""
+    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher, or GPUs are too few.
+
+    NCCL refuses two processes on a GPU. A process that sees one GPU may have another than its neighbours.
+    """
     n_processes = world_size()
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if n_processes != 1 and missing:
         raise InputError(
             f"WORLD_SIZE={n_processes} is set, but not {', '.join(missing)}; start many processes with torchrun or "
             "`accelerate launch`, or one with WORLD_SIZE unset."
+        )
+    n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if has_accelerator() else 0
+    if 1 < n_gpus < n_here:
+        raise InputError(
+            f"{n_here} processes for {n_gpus} GPUs on this machine; start at most {n_gpus} (GPUS={n_gpus})."
         )
 
 
