@@ -274,11 +274,10 @@ def _is_asked_to_stop(training: Training) -> bool:
 def _clip(training: Training) -> Tensor:
     """Clip the gradient; return its norm over all processes before that, in float64."""
     norm = training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP)
-    if isinstance(norm, DTensor):
-        return norm.full_tensor().double()
-    # Each rank has computed it from the same gradient, but perhaps on another kind of device, and all must take the
-    # same decision by it.
-    return all_reduce_max(training.accelerator, norm.double())
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Each rank, or replica of shards, has computed it from the same gradient, but perhaps on another kind of device,
+    # and all must take the same decision by it.
+    return all_reduce_max(training.accelerator, whole.double())
 
 
 def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Due]:
