@@ -41,7 +41,12 @@ class RankError(RunError):
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether a GPU or its libraries failed, such as by an ECC error or without memory for cuBLAS."""
+    """Return whether a GPU or its libraries failed, such as by an ECC error.
+
+    A failed assertion on the device (an index out of range) is a fault of the program or of its input, not of the GPU.
+    """
+    if "device-side assert" in str(error):
+        return False
     marks = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "cuDNN error", "HIP error")
     is_torchs = type(error).__name__ == "AcceleratorError" or any(mark in str(error) for mark in marks)
     return isinstance(error, RuntimeError) and is_torchs
@@ -49,6 +54,7 @@ def is_device_error(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether numpy, or torch on any device, could not allocate memory. Needs no torch."""
-    text = str(error)  # CUDA and NCCL say "out of memory", in errors of several types
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or "out of memory" in text
+    # CUDA and NCCL say "out of memory", in errors of several types. cuBLAS and cuDNN name a status.
+    marks = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or any(mark in str(error) for mark in marks)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.common.command_options import AUTO_DEVICE
-from model.common.errors import InputError, RunError
+from model.common.errors import InputError, RunError, is_out_of_memory
 
 
 def available_devices() -> list[str]:
@@ -78,7 +78,9 @@ def out_of_memory_as_run_error(device: str) -> Iterator[None]:
     """Raise RunError where a GPU lacks memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error) or "can't allocate memory" in str(error):  # of the host
+            raise
         reason = str(error).partition(".")[0]
         raise RunError(f"{device} has too little memory ({reason}); continue with --device cpu.") from error
 

@@ -42,7 +42,12 @@ def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):
     convert(*arguments).succeeded()
 
 
-def test_a_device_that_fails(convert, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("error", "words"), [
+    ("CUDA error: uncorrectable ECC error encountered", "the device failed (RuntimeError: {})"),
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+     "cpu has too little memory ({}); continue with --device cpu"),
+])  # fmt: skip
+def test_a_device_that_fails(convert, tmp_path, monkeypatch, error, words):
     """That is not the checkpoint's fault, and the layers that are finished are kept."""
     folder = make_tokenizer(tiny.save(tiny.build("qwen3", vocab_size=302), tmp_path / "model"), 300)
     arguments = ("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
@@ -50,7 +55,7 @@ def test_a_device_that_fails(convert, tmp_path, monkeypatch):
 
     def fail_at_the_second(self, layer, index, *others):
         if index == 1:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            raise RuntimeError(error)
         real(self, layer, index, *others)
 
     with monkeypatch.context() as patch:
@@ -58,7 +63,7 @@ def test_a_device_that_fails(convert, tmp_path, monkeypatch):
         result = convert(*arguments)
     kept = tmp_path / ".out.groupwise"
     assert result.code == 1
-    assert "Error: the device failed (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED" in result.err
+    assert f"Error: {words.format(error)}" in result.err
     assert f"finished work is kept in {kept}, and the same command continues from there.\n" in result.err
     assert len(list(kept.rglob("*.npz"))) == 1
     saves = []
@@ -83,6 +88,42 @@ def test_a_lack_of_memory_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypa
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", runs.inputs["model"], "--data", runs.inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
+
+
+ECC = """CUDA error: uncorrectable ECC error encountered
+Search for `cudaErrorECCUncorrectable' in https://docs.nvidia.com for more information. CUDA kernel errors might be
+asynchronously reported at some other API call."""
+
+
+def test_a_device_that_fails_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypatch):
+    """A failed assertion on the device is no fault of the device: it keeps its traceback."""
+
+    def failing(message):
+        def fail(*arguments, **options):
+            raise RuntimeError(message)
+
+        return fail
+
+    out = tmp_path / "run"
+    arguments = real_runs.arguments(runs.inputs, out)
+    with monkeypatch.context() as patch:
+        patch.setattr("uptrain.runs.run.build_initial", failing(ECC))
+        result = uptrain(*arguments)
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "Error: the GPU failed (CUDA error: uncorrectable ECC error encountered) while models were read; try again, or "
+        "use another device.",
+    )
+    monkeypatch.setattr(loop, "_backward", failing(ECC))
+    result = uptrain(*arguments)
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "Error: after step 0, the GPU failed (CUDA error: uncorrectable ECC error encountered). "
+        f"`uptrain resume {out}` starts at step 0 (no checkpoint was saved); if it fails again, on another device.",
+    )
+    monkeypatch.setattr(loop, "_backward", failing("CUDA error: device-side assert triggered"))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        uptrain("resume", out)
 
 
 def test_a_limit_of_the_control_group(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from torch.distributed.run import get_args_parser
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIGS = sorted((SCRIPTS / "launch/accelerate").glob("*.yaml"))
@@ -157,6 +158,13 @@ def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, ends, cod
     assert lines[6:9] == ["torchrun", "--nnodes=2", "--nproc-per-node=8"]
     assert "--rdzv-endpoint=node7:29500" in lines
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
+
+
+def test_torchrun_knows_the_options_of_the_job(shell, tmp_path):
+    lines = shell("launch/slurm/uptrain.sbatch", tmp_path / "run", "MODEL", **JOB)[1]
+    options = get_args_parser().parse_args(lines[lines.index("torchrun") + 1 :])
+    assert set(options.signals_to_handle.split(",")) == set(SIGNALS.split(","))
+    assert (options.shutdown_timeout, options.training_script) == (240, "uptrain")
 
 
 @pytest.mark.parametrize(("torchrun", "code"), [

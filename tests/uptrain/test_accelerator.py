@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import real_runs
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -12,7 +13,7 @@ from accelerate.utils import DistributedType
 from model.common.errors import InputError, is_out_of_memory
 from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
-from uptrain.runs import device_memory
+from uptrain.runs import device_memory, resolve_settings
 
 
 @pytest.mark.parametrize(("available", "kind", "expected"), [
@@ -74,11 +75,52 @@ def test_one_device_for_many_processes(monkeypatch):
     assert choose_device("auto").type == "cpu"
 
 
+@pytest.mark.parametrize(("local_rank", "seen", "index"), [(1, 2, 1), (3, 1, 0), (0, 8, 0)])
+def test_each_process_asks_its_own_device(monkeypatch, local_rank, seen, index):
+    """Not the first of its machine, which may be of another kind."""
+    current, asked = [], []
+    monkeypatch.setattr(accelerators, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: asked.append(list(current)) or True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    device = choose_device("auto")
+    assert (device, accelerators.default_precision(device)) == (torch.device("cuda", index), "bf16")
+    assert asked == [[index]]
+
+
+def test_a_given_precision_leaves_the_device_to_be_chosen(uptrain, tmp_path, monkeypatch):
+    """The warning of slow attention is about the current device."""
+    chosen = []
+    inputs = real_runs.make_inputs(tmp_path)
+    monkeypatch.setattr(resolve_settings, "choose_device", lambda name: chosen.append(name) or torch.device("cpu"))
+    arguments = real_runs.arguments(inputs, tmp_path / "run", "--precision", "fp32", "--max-minutes", 0)
+    uptrain(*arguments).succeeded()
+    assert chosen == ["auto"]
+
+
 def test_a_device_against_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(InputError, match="--device cuda:0 is not possible with ACCELERATE_USE_CPU; unset"):
         make_accelerator("fp32", (), device=torch.device("cuda:0"))
     assert choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(("on_gpus", "seen", "refused"), [
+    (True, 2, True), (True, 4, False), (True, 8, False), (True, 1, False), (False, 2, False),
+])  # fmt: skip
+def test_more_processes_than_devices(monkeypatch, on_gpus, seen, refused):
+    """NCCL would refuse them, with a traceback of each. With `srun --gpus-per-task=1`, each sees only its own."""
+    monkeypatch.setattr(accelerators, "has_accelerator", lambda: on_gpus)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    words = r"^4 processes for 2 GPUs on this machine; start at most 2 \(GPUS=2\)\.$"
+    with pytest.raises(InputError, match=words) if refused else nullcontext():
+        accelerators.check_launcher()
 
 
 @pytest.mark.parametrize(("name", "value", "problem"), [
@@ -164,6 +206,9 @@ def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
     (dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
     (dist.DistBackendError("NCCL error: remote process exited"), False), (MemoryError(), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True), (ValueError("out of memory"), False),
 ])  # fmt: skip
 def test_lack_of_memory(error, expected):

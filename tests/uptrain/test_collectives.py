@@ -1,5 +1,6 @@
 """What the main process does alone, while the others wait."""
 
+import os
 import time
 from datetime import timedelta
 
@@ -10,7 +11,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from model.common.errors import InputError, RunError
 from uptrain.distributed import accelerator as accelerators
-from uptrain.distributed.collectives import destroy_process_group, gather, on_main
+from uptrain.distributed import collectives
+from uptrain.distributed.collectives import destroy_process_group, gather, main_process_first, on_main
 
 
 def slow_work(seconds):
@@ -43,3 +45,56 @@ def test_work_may_take_longer_than_collectives(tmp_path):
     outputs = [tmp_path / str(rank) for rank in range(3)]
     results = forks.finish(forks.start_ranks(wait_for_slow_work, outputs=outputs), outputs)
     assert [(result.code, result.out, result.err) for result in results] == [(0, "ended\n", "")] * 3
+
+
+def work_first(disks, begun):
+    """Run work of two seconds on the main process, each on its own disk; others come when it has begun."""
+    folder = disks[int(os.environ["RANK"])] / "runs/run.data"
+    collectives._START_SECONDS = 0.0
+
+    def work():
+        begun.touch()
+        time.sleep(2)
+        folder.mkdir(parents=True)
+        (folder / "done").touch()
+
+    while os.environ["RANK"] != "0" and not begun.exists():
+        time.sleep(0.01)
+    try:
+        main_process_first(work, folder / "done")
+        print("done")
+    except InputError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_that_wait_for_the_main_one(tmp_path, shared):
+    """Without a shared disk, they would wait for ever. A marker of an earlier start, which was killed, says nothing."""
+    disks = [tmp_path / "disk", tmp_path / ("disk" if shared else "other")]
+    marker = disks[1] / "runs/.run.data.started"
+    marker.parent.mkdir(parents=True)
+    marker.write_text("of another start")
+    outputs = [tmp_path / str(rank) for rank in range(2)]
+    settings = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "17"}
+    started = forks.start_ranks(work_first, disks, tmp_path / "begun", outputs=outputs, settings=settings)
+    results = forks.finish(started, outputs)
+    refused = f"not every process finds {disks[1]}/runs/run.data; put the run into a folder that all machines share."
+    assert [result.out for result in results] == ["done\n", "done\n" if shared else f"{refused}\n"], results
+    assert marker.exists() != shared
+
+
+def test_one_machine_needs_no_marker(tmp_path, monkeypatch):
+    monkeypatch.setattr(collectives, "_START_SECONDS", 0.0)
+    done = tmp_path / "run.data/done"
+
+    def work():
+        assert not list(tmp_path.iterdir())
+        done.parent.mkdir()
+        done.touch()
+
+    for world_size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", world_size)
+        main_process_first(work, done)
+        done.unlink()
+        done.parent.rmdir()

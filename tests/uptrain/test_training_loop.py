@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from small_training import make_training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.checkpoints.tensors import SaveError
@@ -153,6 +155,24 @@ def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
     assert len(places) == 1 + 4 * 3
     assert len(set(places[1:])) == 1
     assert torch.equal(parameter, plain.loss_module.table.weight)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_all_ranks_take_the_same_norm(tmp_path, monkeypatch, sharded):
+    """Replicas of shards may have added in another order. A step that only one of them skips breaks the run."""
+    training = make_training(tmp_path, STEPS, lambda _: None)
+    monkeypatch.setattr(loop, "all_reduce_max", lambda accelerator, value: value + 1)
+    if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        norm = torch.tensor(2.0)
+        norm = DTensor.from_local(norm, init_device_mesh("cpu", (1,)), [Replicate()]) if sharded else norm
+        monkeypatch.setattr(training.accelerator, "clip_grad_norm_", lambda *_: norm)
+        norm = loop._clip(training)
+        assert (norm.item(), norm.dtype, type(norm)) == (3.0, torch.float64, torch.Tensor)
+    finally:
+        if sharded:
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("fails", ["killed", "first save", "both saves"])

@@ -9,10 +9,11 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ class CheckpointStore:
         Raises InputError on all ranks if one of them does not find the folder.
         """
         on_main(self._accelerator, self._remove_leftovers)
-        if not all(gather(self._accelerator, _appears(self.folder))):
+        if not all(gather(self._accelerator, _first_missing([self.folder]) is None)):
             raise InputError(
                 f"not every process finds {self.folder}; put the run into a folder that all machines share."
             )
@@ -194,14 +195,16 @@ class CheckpointStore:
     def newest(self) -> VerifiedCheckpoint | None:
         """Return the newest intact checkpoint; None if there is no checkpoint.
 
-        Raises InputError if all checkpoints are damaged.
+        Raises InputError if all checkpoints are damaged, and RunError if the disk of one cannot be read, each on all
+        ranks.
         """
         rejected: list[str] = []
         for folder in on_main(self._accelerator, lambda: [*reversed(list_checkpoints(self.folder).values())]):
             damage = self.verify(folder)
             if not damage:
                 try:
-                    return VerifiedCheckpoint(folder, read_state(folder), tuple(rejected))
+                    state = on_main(self._accelerator, partial(_state_of_verified, folder))
+                    return VerifiedCheckpoint(folder, state, tuple(rejected))
                 except InputError as error:
                     damage = str(error)
             rejected.append(damage)
@@ -215,27 +218,55 @@ class CheckpointStore:
     def verify(self, folder: Path) -> str:
         """Return the damage of a checkpoint, or "". Each rank verifies a part of the files.
 
+        A file is missing only if no rank finds it: one machine's view of a shared disk may be older than another's.
         Raises RunError on all ranks if one of them cannot read a file that is there.
         """
         damage = unreadable = ""
+        names = {name for names in gather(self._accelerator, _file_names(folder)) for name in names}
         try:
-            damage = find_damage(folder, self._accelerator.process_index, self._accelerator.num_processes)
+            if missing := _first_missing(folder / name for name in sorted(names)):
+                unreadable = f"process {self._accelerator.process_index} does not find {missing}, but another does"
+            else:
+                damage = find_damage(folder, self._accelerator.process_index, self._accelerator.num_processes)
         except OSError as error:
             unreadable = str(error)
         found = gather(self._accelerator, (damage, unreadable))
         if problem := next((problem for _, problem in found if problem), ""):
-            raise RunError(f"a file of {folder} cannot be read ({problem}); try again when its disk can be read.")
+            raise RunError(_unreadable(folder, problem))
         return next((damage for damage, _ in found if damage), "")
 
 
-def _appears(folder: Path) -> bool:
-    """Return whether a folder that another process has made appears within _NFS_SECONDS."""
+def _file_names(checkpoint: Path) -> list[str]:
+    """Return the names of the files that this process finds in a checkpoint; none if its disk cannot be read."""
+    try:
+        return [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
+    except OSError:  # `find_damage` reports it
+        return []
+
+
+def _first_missing(paths: Iterable[Path]) -> Path | None:
+    """Wait up to _NFS_SECONDS for paths that another process sees; return the first that does not appear, or None."""
     deadline = time.monotonic() + _NFS_SECONDS
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-    return True
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return path
+            time.sleep(0.5)
+    return None
+
+
+def _state_of_verified(checkpoint: Path) -> State:
+    """Return the state of a checkpoint whose file has just been intact. Raises OSError if it cannot be read now."""
+    try:
+        return read_state(checkpoint)
+    except InputError as error:
+        if isinstance(error.__cause__, OSError):
+            raise OSError(_unreadable(checkpoint, str(error.__cause__))) from error
+        raise
+
+
+def _unreadable(checkpoint: Path, problem: str) -> str:
+    return f"a file of {checkpoint} cannot be read ({problem}); try again when its disk can be read."
 
 
 def _remove(checkpoint: Path) -> None:

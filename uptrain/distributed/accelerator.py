@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.machine import world_size
+from model.common.machine import local_rank, local_world_size, world_size
 from model.decoder.devices import find_device
 from uptrain.distributed.collectives import gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
@@ -61,12 +61,19 @@ def choose_device(name: str) -> torch.device:
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
-        gpu = torch.accelerator.current_accelerator() if has_accelerator() else None
-        return gpu or torch.device("cpu")
-    device = find_device(name)
+        device = _own_gpu() if has_accelerator() else torch.device("cpu")
+    else:
+        device = find_device(name)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def _own_gpu() -> torch.device:
+    """Return the GPU of this process, one of many. It may be the only one that the process sees."""
+    gpu = torch.accelerator.current_accelerator()
+    assert gpu is not None
+    return torch.device(gpu.type, local_rank() % torch.accelerator.device_count())
 
 
 def default_precision(device: torch.device) -> str:
@@ -207,13 +214,21 @@ def _refuse_fsdp_settings() -> None:
 
 
 def check_launcher() -> None:
-    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher."""
+    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher, or GPUs are too few.
+
+    NCCL refuses two processes on a GPU. A process that sees one GPU may have another than its neighbours.
+    """
     n_processes = world_size()
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if n_processes != 1 and missing:
         raise InputError(
             f"WORLD_SIZE={n_processes} is set, but not {', '.join(missing)}; start many processes with torchrun or "
             "`accelerate launch`, or one with WORLD_SIZE unset."
+        )
+    n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if has_accelerator() else 0
+    if 1 < n_gpus < n_here:
+        raise InputError(
+            f"{n_here} processes for {n_gpus} GPUs on this machine; start at most {n_gpus} (GPUS={n_gpus})."
         )
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
-from model.common.machine import world_size
+from model.common.machine import local_world_size, world_size
 from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
 _SHORTEST_PAUSE = 0.002
+_START_SECONDS = 600.0
+"""The longest time for which a process may be ready before the main process is, and its disk show it to others."""
 
 
 def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
@@ -72,13 +75,50 @@ def main_process_first(work: Callable[[], object], done: Path) -> None:
     """Run `work` on the main process, while the others wait for the file `done`, which it writes last.
 
     This is for long work before the process group exists, since collectives have a timeout. If the main process fails,
-    the launcher ends the others.
+    the launcher ends the others. With several machines, a marker beside the folder of `done` shows that they share its
+    disk. Raises InputError on a machine where neither appears within _START_SECONDS.
     """
+    several_machines = local_world_size() != world_size()
+    folder = done.absolute().parent
+    marker = folder.parent / f".{folder.name}.started"
     if world_size() == 1 or os.environ.get("RANK", "0") == "0":
-        work()
+        with _marked(marker) if several_machines else nullcontext():
+            work()
+    is_shared, deadline = not several_machines, time.monotonic() + _START_SECONDS
     with interruptible():
         while not done.is_file():
+            is_shared = is_shared or _has_mark(marker)
+            if not is_shared and time.monotonic() > deadline:
+                raise InputError(
+                    f"not every process finds {folder}; put the run into a folder that all machines share."
+                )
             time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _marked(marker: Path) -> Iterator[None]:
+    """Show that the main process has started, by a small file. `work` reports a disk that cannot be written."""
+    with suppress(OSError):
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(_start_id())
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            marker.unlink(missing_ok=True)
+
+
+def _has_mark(marker: Path) -> bool:
+    """Return whether the main process of this start wrote the marker; one that was killed has left its own."""
+    try:
+        return marker.read_text(errors="replace") == _start_id()
+    except OSError:
+        return False
+
+
+def _start_id() -> str:
+    """Return what tells this start of all processes from an earlier one."""
+    return " ".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

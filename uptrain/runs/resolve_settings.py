@@ -55,7 +55,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         budget.check_schedule(options.schedule)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
-    precision = options.precision or default_precision(choose_device(AUTO_DEVICE))
+    device = choose_device(AUTO_DEVICE)  # also makes it the one that warnings are about
+    precision = options.precision or default_precision(device)
     eval_out = run_cache_folder(options.out, "eval_data")
     eval_cache = None if options.eval_data is None else cache_folder([options.eval_data], eval_out)
     global_batch = budget.global_batch_tokens // seq_len

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
 from model.common.counts import format_count
-from model.common.errors import InputError, RankError, RunError, is_out_of_memory
+from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
 from model.common.files import FileLock, replace_file
 from model.common.printable import one_line
 from model.common.processes import pid_namespace, process_start
@@ -69,7 +69,7 @@ def start(
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
-    with _out_of_memory_as_run_error(accelerator):
+    with _device_errors_as_run_error(accelerator):
         training = build_initial(settings, config_folder, accelerator, out)
     training.deadline, training.show = deadline, without_errors(show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
@@ -105,7 +105,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
             on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        with _out_of_memory_as_run_error(accelerator):
+        with _device_errors_as_run_error(accelerator):
             if reads_model:
                 training = build_initial(settings, folder / MODEL, accelerator, folder)
             else:
@@ -138,15 +138,21 @@ def _is_finished(folder: Path) -> bool:
 
 
 @contextmanager
-def _out_of_memory_as_run_error(accelerator: Accelerator) -> Iterator[None]:
-    """Raise RunError, or RankError in one of many processes, where memory does not suffice for the models."""
+def _device_errors_as_run_error(accelerator: Accelerator) -> Iterator[None]:
+    """Raise RunError, or RankError in one of many processes, where memory lacks for the models or a GPU fails."""
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            text = (
+                f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices. "
+                "`uptrain plan --memory` shows what fits."
+            )
+        elif is_device_error(error):
+            text = f"the GPU failed ({_first_line(error)}) while models were read; try again, or use another device."
+        else:
             raise
-        text = f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices."
-        raise _own_error(f"{text} `uptrain plan --memory` shows what fits.", accelerator) from error
+        raise _own_error(text, accelerator) from error
 
 
 @contextmanager
@@ -238,6 +244,11 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
             "or --activation-checkpointing; `uptrain plan --memory` shows what fits."
         )
         return _own_error(text, accelerator)
+    if is_device_error(error):
+        text = (
+            f"after step {step}, the GPU failed ({_first_line(error)}). {hint}; if it fails again, on another device."
+        )
+        return _own_error(text, accelerator)
     if is_lost_process(error):
         message = " ".join(str(error).split())
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
@@ -248,6 +259,11 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
 
 def _first_sentence(error: Exception) -> str:
     return one_line(str(error)).partition(". ")[0]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what failed, without CUDA's advice on how to debug it."""
+    return one_line(str(error).strip().partition("\n")[0])
 
 
 def _own_error(text: str, accelerator: Accelerator) -> RunError:

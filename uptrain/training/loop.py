@@ -94,7 +94,7 @@ class Training:
     deadline: float = math.inf
     """`time.monotonic()` at which to stop."""
     show: Callable[[dict[str, Any]], None] = lambda record: None
-    """Called with each record of `metrics`."""
+    """Called with each record of `metrics`, and during evaluations with `step`, and `evaluated` windows `of` all."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
     save_tried_at: float = field(default_factory=time.monotonic)
@@ -274,11 +274,10 @@ def _is_asked_to_stop(training: Training) -> bool:
 def _clip(training: Training) -> Tensor:
     """Clip the gradient; return its norm over all processes before that, in float64."""
     norm = training.accelerator.clip_grad_norm_(training.loss_module.parameters(), CLIP)
-    if isinstance(norm, DTensor):
-        return norm.full_tensor().double()
-    # Each rank has computed it from the same gradient, but perhaps on another kind of device, and all must take the
-    # same decision by it.
-    return all_reduce_max(training.accelerator, norm.double())
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Each rank, or replica of shards, has computed it from the same gradient, but perhaps on another kind of device,
+    # and all must take the same decision by it.
+    return all_reduce_max(training.accelerator, whole.double())
 
 
 def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Due]:
@@ -359,6 +358,7 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
             with_teacher,
             # Not at the deadline: a run that is resumed for less time than this takes would never go on.
             lambda: bool(training.stop_request.reason),
+            _evaluation_progress(training, step, training.eval_cache.n_windows),
         )
     except EvaluationStopped:
         return _reason(training)
@@ -367,6 +367,19 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
     numbers = {f"held-out/{name}": value for name, value in means.items()}
     log_tracker_failures(training, step, log_to_trackers(training.accelerator, numbers, step))
     return None
+
+
+def _evaluation_progress(training: Training, step: int, n_windows: int) -> Callable[[float], None]:
+    """Return a function that shows how far an evaluation is; call it with the number of further windows."""
+    done = 0.0
+
+    def advance(n: float) -> None:
+        nonlocal done
+        done = min(done + n, n_windows)  # the last batch may be padded
+        if training.accelerator.is_main_process:
+            training.show({"step": step, "evaluated": done, "of": n_windows})
+
+    return advance
 
 
 def _reason(training: Training) -> str:
