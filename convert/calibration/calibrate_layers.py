@@ -6,7 +6,7 @@ Letters: B windows in a batch, T tokens, N tokens of a batch, M hidden size, H q
 head_dim, X inputs (the hidden size, and a constant 1 where there are biases).
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.latent.layer import FittedLatent
-from convert.layers.layer_stream import Layer, iter_layers, last_states
+from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
 from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
 from convert.merging.layer_file import FINISHED, save_layer
 from convert.merging.methods import find_alternatives, find_group_method
@@ -78,22 +78,26 @@ def validation_errors(
     checkpoint: Checkpoint,
     recipe: Recipe,
     folder: Path,
-    indices: Container[int],
+    indices: Collection[int],
     versions: Callable[[int], Sequence[LayerAttention | FittedLatent]],
 ) -> dict[int, list[float]]:
     """Return the validation errors of versions of some layers on a recipe's text, by layer index.
 
-    `versions` returns the versions of a layer, given its index.
+    `versions` returns the versions of a layer, given its index. Only the validation windows are run, up to the last of
+    these layers.
     """
     assert recipe.text is not None
+    text = validation_text(recipe.text)
     folder.mkdir(parents=True)
-    errors = {}
+    errors, last = {}, max(indices)
     with fast_float32_matmul(recipe.device):
-        for layer in iter_layers(checkpoint, recipe.text, folder, lambda n: None, recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, lambda n: None, recipe.device):
             layer.run(lambda heads: None)
             if layer.index in indices:
-                windows = layer.text.validation_windows
+                windows = list(range(text.n_windows))
                 errors[layer.index] = [_error(layer, attention, windows) for attention in versions(layer.index)]
+            if layer.index == last:
+                break
     return errors
 
 

@@ -1,7 +1,8 @@
 """Accumulate the second moments of a layer's heads on a text.
 
 Letters: B windows in a batch, T tokens, H query heads, K key/value heads, D head_dim, G groups, F the keys or values of
-a group side by side, N queries of a group, S sampled queries of a head, C keys drawn for each query.
+a group side by side, N queries of a group, Q those of all groups, S sampled queries of a head, C keys drawn for each
+query.
 """
 
 import numpy as np
@@ -82,12 +83,13 @@ class MomentSums:
 
     def _add_keys(self, weights_HST: Tensor, k_KTD: Tensor, at_S: Tensor) -> None:
         """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
-        for group, weights_NT in enumerate(weights_HST.reshape(self._n_groups, -1, k_KTD.shape[1])):
-            weights_NT = _among_keys(weights_NT, at_S.repeat(self._heads_per_group))
-            keys_TF = self._grouped(k_KTD)[group]
-            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
-            drawn_NC = drawn_NC.to(keys_TF.device)
-            mean_NF, at_N = weights_NT @ keys_TF, at_S.repeat(self._heads_per_group)
+        n_keys, at_N = k_KTD.shape[1], at_S.repeat(self._heads_per_group)
+        weights_QT = _among_keys(weights_HST.reshape(-1, n_keys), at_N.repeat(self._n_groups))
+        drawn_QC = torch.multinomial(weights_QT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
+        groups = (each.view(self._n_groups, len(at_N), -1) for each in (weights_QT, drawn_QC.to(k_KTD.device)))
+        keys_GTF = self._grouped(k_KTD)
+        for group, (weights_NT, drawn_NC, keys_TF) in enumerate(zip(*groups, keys_GTF, strict=True)):
+            mean_NF = weights_NT @ keys_TF
             step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]

@@ -90,7 +90,7 @@ class _Training(Generic[AnyWeights]):
         share = RATE / math.sqrt(len(start.o_MC))
         peaks = [share * root_mean_square(matrix.detach(), len(start.o_MC)) for matrix in self._weights]
         groups = [{"params": [matrix], "lr": peak} for matrix, peak in zip(self._weights, peaks, strict=True)]
-        self._optimizer = torch.optim.Adam(groups, betas=BETAS, foreach=True)
+        self._optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._share_of_peak)
 
     def step(self, windows: list[int]) -> None:

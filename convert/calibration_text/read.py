@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
+LEAST_WINDOWS = 4
+"""Minimum number of windows: every fourth is for validation."""
 _TIKTOKEN_LINE = 1000
 """More bytes than the first line of a file of tiktoken has."""
 _PIECE = 1 << 16
@@ -70,7 +72,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if min(shape) < 1 or not text.n_tokens <= MAX_TOKENS or text.window > LONGEST_WINDOW:
+    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
@@ -97,8 +99,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     """
     window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
     n_windows = n_tokens // window
-    if n_windows < 4:
-        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {4 * window}.")
+    if n_windows < LEAST_WINDOWS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {LEAST_WINDOWS * window}.")
     if n_tokens > MAX_TOKENS:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
     if not name:

@@ -17,6 +17,7 @@ from torch import Tensor
 from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
+from convert.calibration.refit_output import BLOCK
 from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.merging.methods import find_alternatives
@@ -126,7 +127,8 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
 
     def output() -> None:
         out_TC: Tensor = module.heads_out(weights, layer.inputs([0]))[0]
-        float((out_TC.T @ out_TC).sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
+        power_CN = out_TC.T @ out_TC[:, : (out_TC.shape[1] + BLOCK) // 2]  # the size of the refit's block triangle
+        float(power_CN.sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
 
     run = fastest(lambda: module.run(layer.on_device(states_NTM), lambda heads: None))
     with_moments = fastest(lambda: module.run(layer.on_device(states_NTM), sums.add))

@@ -12,7 +12,7 @@ hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +46,13 @@ States = NDArray[np.float32]
 def is_validation_window(window: int) -> bool:
     """Return whether a window is for validation: every fourth one."""
     return window % VALIDATION_EVERY == VALIDATION_EVERY - 1
+
+
+def validation_text(text: CalibrationText) -> CalibrationText:
+    """Return the validation windows of a text as a text of their own."""
+    assert text.ids_NT is not None
+    ids_NT = text.ids_NT[[window for window in range(text.n_windows) if is_validation_window(window)]]
+    return replace(text, n_windows=len(ids_NT), ids_NT=ids_NT)
 
 
 class CalibrationWindows:

@@ -12,7 +12,7 @@ from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, m
 from convert.merging.norms import normalise, with_norms
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join, join_heads, split_heads
+from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join_heads, split_heads
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
@@ -148,8 +148,7 @@ def merge_attention(attention: LayerAttention, moments: list[Moments], method: s
 def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
     """Return the attention with each group's heads mapped. Each query head keeps the variance of its logits."""
     maps = [keep_logit_variance(*pair) for pair in zip(moments, maps, strict=True)]
-    groups = zip(attention.groups(len(moments)), maps, strict=True)
-    merged = join([apply(group, group_maps) for group, group_maps in groups])
+    merged = apply(attention, maps)
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
 
 

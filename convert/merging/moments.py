@@ -157,15 +157,21 @@ def keep_logit_variance(moments: Moments, maps: Maps) -> Maps:
     return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
 
 
-def apply(group: LayerAttention, maps: Maps) -> LayerAttention:
-    """Return the group's attention with its one shared K/V head."""
-    k_FX, v_FX = (heads.reshape(-1, heads.shape[2]) for heads in (group.k_KDX, group.v_KDX))
+def apply(attention: LayerAttention, maps: list[Maps]) -> LayerAttention:
+    """Return a layer's attention with one shared K/V head for each of its G groups, without norms.
+
+    `maps`: one entry a group. H and K are the heads of all groups.
+    """
+    k_GFX, v_GFX = (
+        heads_KDX.reshape(len(maps), -1, heads_KDX.shape[2]) for heads_KDX in (attention.k_KDX, attention.v_KDX)
+    )
     return replace(
-        group,
-        q_HDX=maps.queries_HDD @ group.q_HDX,
-        k_KDX=(maps.keys_DF @ k_FX)[None],
-        v_KDX=(maps.values_DF @ v_FX)[None],
-        o_HMD=group.o_HMD @ maps.outputs_HDD,
+        attention,
+        norms=None,
+        q_HDX=np.concatenate([group.queries_HDD for group in maps]) @ attention.q_HDX,
+        k_KDX=np.stack([group.keys_DF for group in maps]) @ k_GFX,
+        v_KDX=np.stack([group.values_DF for group in maps]) @ v_GFX,
+        o_HMD=attention.o_HMD @ np.concatenate([group.outputs_HDD for group in maps]),
     )
 
 

@@ -108,17 +108,6 @@ def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half"
     return order
 
 
-def join(groups: list[LayerAttention]) -> LayerAttention:
-    """Concatenate the heads of groups into one attention."""
-    return replace(
-        groups[0],
-        q_HDX=np.concatenate([group.q_HDX for group in groups]),
-        k_KDX=np.concatenate([group.k_KDX for group in groups]),
-        v_KDX=np.concatenate([group.v_KDX for group in groups]),
-        o_HMD=np.concatenate([group.o_HMD for group in groups]),
-    )
-
-
 def pair_means(weights_HD: Real, n_rotary_pairs: int) -> Real:
     """Return weights that are equal for both dimensions of each RoPE pair: their means.
 

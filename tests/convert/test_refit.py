@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from convert.calibration import refit_output as refitting
 from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
 from convert.layers.layer_stream import VALIDATION_EVERY
 from convert.merging.weights import LayerAttention
@@ -70,3 +71,29 @@ def test_refit_changes_only_the_output_projection():
     assert not np.array_equal(fitted.o_HMD, merged.o_HMD)
     others = {field.name for field in fields(merged)} - {"o_HMD"}
     assert all(getattr(fitted, name) is getattr(merged, name) for name in others)
+
+
+@pytest.mark.parametrize(("block", "n_computed"), [(1024, 24 * 24), (8, 8 * (24 + 16 + 8)), (9, 9 * (24 + 15) + 6 * 6)])
+def test_sums_by_blocks_are_those_of_their_definition(monkeypatch, block, n_computed):
+    """Only the upper block triangle of the features' products is computed."""
+    monkeypatch.setattr(refitting, "BLOCK", block)
+    rng = np.random.default_rng(3)
+    o, other = rng.normal(size=(2, N_HEADS * HEAD_DIM, HIDDEN))
+    samples = list(windows(rng, lambda i, h: h @ other + 0.1 * rng.normal(size=(WINDOW, HIDDEN))))
+    sums = refitting._Sums(torch.from_numpy(o))
+    for heads, target in answers(samples):
+        sums.add(heads, target)
+    x, y = (np.concatenate([pair[i] for pair in samples]) for i in (1, 2))
+    power, cross = x.T @ x, x.T @ y
+    assert np.abs(sums.power().numpy() - power).max() < 1e-6 * np.abs(power).max()
+    assert np.abs(sums.cross_CM.numpy() - cross).max() < 1e-6 * np.abs(cross).max()
+    for projected in (o, other):
+        error = ((x @ projected - y) ** 2).sum() - (y**2).sum()
+        assert sums.error(torch.from_numpy(projected)) == pytest.approx(error, rel=1e-6)
+    assert sum(triangle.numel() for triangle in sums._triangle) == n_computed
+    mean_power = np.diag(power).mean()
+    solutions = list(refitting._solutions(torch.from_numpy(o), sums))
+    for penalty, solution in zip(RIDGE_PENALTIES, solutions, strict=True):
+        ridged = power + penalty * mean_power * np.eye(len(power))
+        expected = o + np.linalg.solve(ridged, cross - power @ o)
+        assert np.abs(solution.numpy() - expected).max() < 1e-5 * np.abs(expected).max()

@@ -6,6 +6,7 @@ import lzma
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,17 @@ import torch
 from calibrated import FIT, TEXT, TOKENS, record
 from damage import rewrite, sign
 from safetensors.torch import save_file
+from tiny_tokenizers import make_tokenizer
+
+from convert.calibration.calibrate_layers import validation_errors
+from convert.calibration.layer_output import squared_error, weights_of
+from convert.calibration_text.read import read_calibration_text
+from convert.layers.layer_stream import iter_layers
+from convert.layers.native_layers import NativeLayer
+from convert.merging.layer import read_attention
+from convert.merging.recipe import Recipe
+from convert.planning.merge_plan import make_merge_plan
+from model.checkpoint import open_checkpoint
 
 
 def lost(path):
@@ -67,7 +79,9 @@ def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm, re
     assert (result.code, "mlp.up_proj.weight differs" in result.err) == (3, True)
 
 
-@pytest.mark.parametrize(("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60), (1, 1025)])
+@pytest.mark.parametrize(
+    ("windows", "window"), [(1 << 40, 64), (0, 64), (-1, -1024), (1 << 60, 1 << 60), (4, 1025), (3, 64), (4, 0)]
+)
 def test_verify_of_an_impossible_calibration(convert, parent, tmp_path, prose, windows, window):
     out = tmp_path / "out"
     convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).succeeded()
@@ -146,6 +160,41 @@ def test_verify_on_another_kind_of_processor(convert, parent, tmp_path):
     other = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     report = json.loads(subprocess.run(command, env=other, check=True, capture_output=True).stdout)
     assert report["ok"]
+
+
+@pytest.mark.parametrize(("window", "n_windows", "batches"), [(64, 16, [4]), (512, 13, [2, 1])])
+def test_the_errors_of_refined_layers_need_only_validation_windows(
+    tmp_path, prose, monkeypatch, window, n_windows, batches
+):
+    """They equal those of a run over the whole text, but for rounding; it ends at the last layer that is compared."""
+    model = tiny.build(vocab_size=300, num_hidden_layers=4, max_position_embeddings=window)
+    source = make_tokenizer(tiny.save(model, tmp_path / "source"), 300)
+    prose.write_text(TEXT * 3)
+    rng, run = np.random.default_rng(0), []
+    with open_checkpoint(source) as checkpoint, torch.no_grad():
+        text = read_calibration_text(checkpoint, str(prose), n_windows * window)
+        plan = make_merge_plan(checkpoint, 4, Recipe("fit", refit=True, refine=64, text=text), None)
+        read = [read_attention(checkpoint, merge) for merge in plan.layers]
+        versions = [[replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape)) for s in (0.01, 1)] for a in read]
+        expected = {}
+        (tmp_path / "whole").mkdir()
+        for layer in iter_layers(checkpoint, text, tmp_path / "whole", lambda n: None, "cpu"):
+            layer.run(lambda heads: None)
+            windows = layer.text.validation_windows
+            expected[layer.index] = [squared_error(layer, weights_of(a), windows) for a in versions[layer.index]]
+        run_layer = NativeLayer.run
+
+        def counted(layer, states_BTM, observer):
+            run.append((layer.index, len(states_BTM)))
+            return run_layer(layer, states_BTM, observer)
+
+        monkeypatch.setattr(NativeLayer, "run", counted)
+        errors = validation_errors(checkpoint, plan.recipe, tmp_path / "scored", {0, 2}, versions.__getitem__)
+    assert run == [(index, n) for index in range(3) for n in batches]
+    assert list(errors) == [0, 2]
+    for index, found in errors.items():
+        assert found == pytest.approx(expected[index], rel=1e-5)
+        assert found[1] > 100 * found[0] > 0
 
 
 def test_verify_without_torch_or_room(convert, parent, tmp_path, monkeypatch):

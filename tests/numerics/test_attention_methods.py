@@ -13,6 +13,7 @@ from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
 from convert.merging.moments import (
     Maps,
     Moments,
+    apply,
     drop_cross_pair_terms,
     keep_logit_variance,
     moments_from_weights,
@@ -215,3 +216,23 @@ def test_logits_keep_their_spread(seed, method):
         back = wider.queries_HDD[head].T @ wider.keys_DF
         spread = np.trace(queries_DD @ back @ known.keys_FF @ back.T)
         assert spread == pytest.approx(np.trace(queries_DD @ own))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n_kv_heads", [N_HEADS, 4])
+def test_maps_of_all_groups_are_applied_as_those_of_each(n_kv_heads, bias):
+    """To the bit."""
+    rng, groups = np.random.default_rng(4), 2
+    attention = make(0, n_kv_heads, bias)
+    n_queries, n_keys = N_HEADS // groups, n_kv_heads // groups
+    shapes = [(HEAD_DIM, n_keys * HEAD_DIM), (n_queries, HEAD_DIM, HEAD_DIM)] * 2
+    maps = [Maps(*(rng.normal(size=shape) for shape in shapes)) for _ in range(groups)]
+    merged = apply(attention, maps)
+    assert len(merged.k_KDX) == len(merged.v_KDX) == groups
+    for g, group in enumerate(attention.groups(groups)):
+        queries = slice(g * n_queries, (g + 1) * n_queries)
+        k_FX, v_FX = (np.concatenate(list(heads)) for heads in (group.k_KDX, group.v_KDX))
+        assert np.array_equal(merged.k_KDX[g], maps[g].keys_DF @ k_FX)
+        assert np.array_equal(merged.v_KDX[g], maps[g].values_DF @ v_FX)
+        assert np.array_equal(merged.q_HDX[queries], maps[g].queries_HDD @ group.q_HDX)
+        assert np.array_equal(merged.o_HMD[queries], group.o_HMD @ maps[g].outputs_HDD)

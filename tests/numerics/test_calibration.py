@@ -1,6 +1,7 @@
 """What calibrating sees of a layer, held against transformers' own attention, in float64 and one query at a time."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from transformers import AutoModelForCausalLM
 from convert.calibration import calibrate_layers, moment_sums
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream
+from convert.layers.native_layers import NativeLayer
 from convert.merging.layer_file import load_layer
 from convert.merging.moments import Moments
 from convert.merging.recipe import Recipe
 from convert.merging.weights import Real
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
+from model.common.errors import CheckpointError
 
 WINDOW, N_WINDOWS, GROUPS = 32, 4, 2
 FAMILIES = [
@@ -119,6 +122,41 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
             assert np.abs(moments.keys_FF - keys).max() < 5e-3 * np.abs(keys).max()  # what is drawn varies
             for ours, theirs in ((moments.values_FF, values), (moments.queries_HDD, queries)):
                 assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("sink", [0.0, 0.2, 1.0])
+def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
+    """To the bit. `sink`: what an attention sink takes of every query."""
+    n_heads, size, n_keys, n_queries = 8, 4, 40, 5
+    cpu, layer_text = torch.device("cpu"), SimpleNamespace(n_windows=4, length=n_keys)
+    module = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
+    sums = moment_sums.MomentSums(SimpleNamespace(index=3, module=module, text=layer_text), GROUPS)
+    generator = torch.Generator().manual_seed(0)
+    weights_HST = torch.rand(n_heads, n_queries, n_keys, generator=generator).softmax(-1) * (1 - sink)
+    k_KTD = torch.randn(n_heads, n_keys, size, generator=generator)
+    at_S = torch.randperm(n_keys, generator=generator)[:n_queries]
+    sums._add_keys(weights_HST, k_KTD, at_S)
+    draws, per_group = torch.Generator().manual_seed(3), n_heads // GROUPS
+    for group in range(GROUPS):
+        heads = slice(group * per_group, (group + 1) * per_group)
+        shares = moment_sums._among_keys(weights_HST[heads].flatten(0, 1), at_S.repeat(per_group))
+        assert (shares.sum(dim=1) - 1).abs().max() < 1e-6
+        drawn = torch.multinomial(shares, moment_sums.KEYS_DRAWN, replacement=True, generator=draws)
+        keys = k_KTD[heads].transpose(0, 1).flatten(1)
+        apart = (keys[drawn] - (shares @ keys)[:, None]).flatten(0, 1)
+        assert torch.equal(sums._keys_GFF[group], (apart.T @ apart).double() / len(apart))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_value_must_be_finite(value):
+    module, tensors = NativeLayer.__new__(NativeLayer), [torch.randn(2, 3, n) for n in (4, 5)]
+    module.index = 7
+    module.check_finite(*tensors)
+    for tensor in tensors:
+        tensor[1, 2, 0], kept = value, tensor[1, 2, 0].clone()
+        with pytest.raises(CheckpointError, match="layer 7 makes NaN or infinite values"):
+            module.check_finite(*tensors)
+        tensor[1, 2, 0] = kept
 
 
 def test_states_are_the_models(tmp_path, watched):

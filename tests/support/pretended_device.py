@@ -6,6 +6,7 @@ fails, except for single numbers, indices and copies. Its draws and sums are the
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -77,6 +78,8 @@ def pretended_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Yield the name of the device, which `--device auto` finds."""
     with monkeypatch.context() as patch, _Mode():
         patch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # torch knows no autocast for it
+        adam = import_module("torch.optim.adam")
+        patch.setattr(adam, "_device_dtype_check_for_fused", lambda matrix: None)  # nor a fused optimizer
         patch.setattr(torch, "autocast", lambda *device, enabled: nullcontext())
         patch.setattr(devices, "available_devices", lambda: [NAME, "cpu"])
         yield NAME
