@@ -138,7 +138,8 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
-        calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
+        notes = calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
+        plan = replace(plan, notes=(*plan.notes, *notes))
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
         _check_unchanged(checkpoint)

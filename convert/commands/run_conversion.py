@@ -13,6 +13,7 @@ from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
+from convert.planning.notes import check_vocabulary
 from convert.planning.plan import Plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
@@ -60,6 +61,7 @@ def _convert(
     with open_checkpoint(source) as checkpoint:
         staging = conversion.staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
+        check_vocabulary(checkpoint)
         if output.dry_run:
             conversion.check_disk_space(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
@@ -69,12 +71,16 @@ def _convert(
             summary = about | plan.summary(output.workers) | left_out
             (console.print_json if output.as_json else tables.print_plan)(summary)
             return
+        announced = plan.notes if plan.recipe.text is not None and not output.as_json else ()
+        for note in announced:  # calibrating may take hours
+            console.echo(f"Note: {note}", err=True)
         plan, record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
     summary = about | plan.summary(output.workers) | left_out
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
-    else:
-        _print_result(checkpoint, out, plan, summary, record)
+        return
+    summary["notes"] = [note for note in plan.notes if note not in announced]
+    _print_result(checkpoint, out, plan, summary, record)
 
 
 def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:

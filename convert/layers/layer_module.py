@@ -70,6 +70,8 @@ class LayerModule(ABC):
     """Cosines and sines [T, R] of the first R dimensions of a head, dimension i with i + R/2; None for no rotation."""
     output_bias: Tensor | None
     """The bias of the output projection, [M]."""
+    clip: float | None = None
+    """The largest absolute value of queries, keys and values before rotation (`clip_qkv`); None for no limit."""
 
     @abstractmethod
     def inputs(self, states_BTM: Tensor) -> Tensor:
@@ -90,8 +92,15 @@ class LayerModule(ABC):
     def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
         """Return the heads' outputs before the output projection, [B, T, H·D], with other weights.
 
-        `weights` may have fewer K/V heads than the layer. Gradients flow to them.
+        `weights` may have fewer K/V heads than the layer. Gradients flow to them. `clip` does not apply.
         """
+
+    def unclipped_heads(self, weights: Weights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values before rotation and before `clip`, [B, T, heads, D].
+
+        `weights`: as in `heads_out`; None for the layer's own. Layers with a clip have this method.
+        """
+        raise NotImplementedError
 
     def unrotated(self, heads_BTHD: Tensor) -> Tensor:
         """Return rotated queries or keys as they were before rotation."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from convert.calibration_text.read import LONGEST_WINDOW
+from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_module import ModelLayers
 from convert.layers.observed_layer import embedding_rows, refusing_to_run
 from convert.layers.transformers_module import Arguments, StopForwardError, TransformersLayer, recording
@@ -112,8 +113,15 @@ class TransformersLayers(ModelLayers):
         return {} if tied else stored
 
     def check(self) -> None:
-        _ = self.n_embeddings  # raises CheckpointError if the embedding is missing
-        self.load(0)
+        n_embeddings = self.n_embeddings  # raises CheckpointError if the embedding is missing
+        layer = self.load(0)
+        if layer.clip is not None:  # its effect in the other layers is known once they run a text
+            generator = torch.Generator().manual_seed(0)
+            ids_1T = torch.randint(n_embeddings, (1, self._length), generator=generator, device="cpu")
+            heads = ClippedHeads(layer.clip)
+            with torch.no_grad():
+                heads.add(layer.unclipped_heads(None, layer.inputs(self.embed(ids_1T))))
+            heads.check(0, "on random tokens")
 
     def _arguments(self, n_rows: int) -> list[Arguments]:
         """Return the arguments that each layer receives for a batch of `n_rows` windows."""

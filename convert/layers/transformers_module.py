@@ -25,8 +25,7 @@ from model.decoder.transformers_classes import no_attention_function
 from model.geometry import Geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
-"""Maximum relative differences between the class's heads and ours, after and before rotation. The latter allows for
-OLMo's and MPT's clipping (`clip_qkv`) as long as it changes few numbers."""
+"""Maximum relative differences between the class's heads and ours, after and before rotation."""
 
 KINDS: tuple[Kind, ...] = ("q", "k", "v")
 
@@ -87,6 +86,10 @@ class TransformersLayer(ObservedLayer):
         self._norms: TransformersNorms | None = None
         if family.head_norms is not None and family.head_norms.kind == "rms":  # others: see `check_layer_merge`
             self._norms = TransformersNorms(self._attention, family.head_norms, self._order, self._n_rotated // 2)
+        # MPT's module has the setting itself, OLMo's reads it from its config. 0 is none for MPT.
+        has_setting = hasattr(self._attention, "clip_qkv")
+        self._clips: Any = self._attention if has_setting else getattr(self._attention, "config", None)
+        self.clip = getattr(self._clips, "clip_qkv", None) or None
         self._calls: dict[int, Arguments] = {}
         mask = self._attention_call(1).get("attention_mask")
         if mask is None or torch.equal(mask[..., 0, -1], mask[..., 0, 0]):  # the first token sees the last, as itself
@@ -131,11 +134,41 @@ class TransformersLayer(ObservedLayer):
         call = self._attention_call(len(x_BTM))
         hook = self._output.register_forward_pre_hook(stop)
         try:
-            with suppress(StopForwardError):
+            with self._unclipped(), suppress(StopForwardError):
                 functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
         finally:
             hook.remove()
         return out[0]
+
+    def unclipped_heads(self, weights: Weights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        received: list[ObservedCall] = []
+
+        def observe(call: ObservedCall) -> None:
+            received.append(call)
+            raise StopForwardError
+
+        arguments = {**_unrotated(self._attention_call(len(x_BTM))), "hidden_states": x_BTM}
+        parameters = {} if weights is None else self._parameters(weights)
+        observing = observe_attention(self._model_type, self._attention, observe)
+        with self._unclipped(), observing, suppress(StopForwardError):
+            functional_call(self._attention, parameters, (), arguments)
+        (call,) = received
+        n_kv_heads = self.n_kv_heads if weights is None else len(weights.k_CX) // self.head_dim
+        step = self.n_kv_heads // n_kv_heads  # the class has its number of heads, with copies of shared ones
+        k_BTGD, v_BTGD = self._heads_of(call, "k")[:, :, ::step], call.v.transpose(1, 2)[:, :, ::step]
+        return self._heads_of(call, "q"), k_BTGD, v_BTGD
+
+    @contextmanager
+    def _unclipped(self) -> Iterator[None]:
+        """Let the class compute queries, keys and values without its clip."""
+        if self.clip is None:
+            yield
+            return
+        self._clips.clip_qkv = None
+        try:
+            yield
+        finally:
+            self._clips.clip_qkv = self.clip
 
     def _parameters(self, weights: Weights) -> dict[str, Tensor]:
         """Return the class's parameters for these weights. Shared K/V heads are repeated to the class's number."""
@@ -194,10 +227,7 @@ class TransformersLayer(ObservedLayer):
         Tried on random inputs, once with the class's rotary embedding, and once with one that rotates nothing.
         """
         call = self._attention_call(1)
-        calls = [call]
-        if "position_embeddings" in call:
-            cos, sin = call["position_embeddings"]
-            calls.append({**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
+        calls = [call, _unrotated(call)] if "position_embeddings" in call else [call]
         received: list[ObservedCall] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator, device="cpu").to(self.device)
@@ -205,7 +235,7 @@ class TransformersLayer(ObservedLayer):
         hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
         try:
             for arguments in calls:
-                with observe_attention(self._model_type, self._attention, received.append):
+                with self._unclipped(), observe_attention(self._model_type, self._attention, received.append):
                     self._attention(**{**arguments, "hidden_states": x_1TM})
         finally:
             hook.remove()
@@ -234,7 +264,7 @@ class TransformersLayer(ObservedLayer):
             if _relative_error(ours.transpose(1, 2), getattr(plain, kind)) > _LINEAR_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
-                    "(clip_qkv, norms) in a way that Groupwise does not know; use --method mean."
+                    "(norms) in a way that Groupwise does not know; use --method mean."
                 )
 
     def _check_rotation(self, rotated: ObservedCall, plain: ObservedCall) -> None:
@@ -267,6 +297,14 @@ class TransformersLayer(ObservedLayer):
         if module.bias is not None:
             heads_BTC = heads_BTC + module.bias[torch.from_numpy(biases.rows).to(self.device)]
         return heads_BTC.view(*heads_BTC.shape[:2], -1, self.head_dim)
+
+
+def _unrotated(call: Arguments) -> Arguments:
+    """Return the arguments of an attention with a rotary embedding that rotates nothing, if they have any."""
+    if "position_embeddings" not in call:
+        return call
+    cos, sin = call["position_embeddings"]
+    return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
 
 def _relative_error(ours: Tensor, expected: Tensor) -> float:

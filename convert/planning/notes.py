@@ -6,6 +6,8 @@ from typing import Any
 from convert.merging.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
+from model.common import checks
+from model.common.errors import CheckpointError
 from model.common.tokenizer import has_tokenizer
 from model.families import Family, find_family
 
@@ -104,9 +106,21 @@ def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"the cache holds no tokenizer of {name}, so the output has none; fetch all files: hf download {name}."
 
 
+def check_vocabulary(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if transformers could open neither the source nor the output, for its vocabulary's size."""
+    for problem in _vocabulary(checkpoint):
+        raise CheckpointError(problem)
+
+
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
-    vocab_size = find_family(checkpoint.config).config.get("vocab_size")
+    """Yield what is wrong with `vocab_size`: transformers refuses an embedding of more or fewer rows."""
+    match = find_family(checkpoint.config)
+    vocab_size, embedding = match.config.get("vocab_size"), match.family.embedding or "embed_tokens"
     for name, tensor in checkpoint.tensors.items():
-        if name.endswith("embed_tokens.weight") and vocab_size not in (None, tensor.shape[0]):
-            n_rows = tensor.shape[0]
-            yield f"config.json has vocab_size = {vocab_size}, but {name} has {n_rows} rows; transformers refuses that."
+        n_rows = tensor.shape[0] if tensor.shape else 0
+        if name.endswith(f"{embedding}.weight") and vocab_size not in (None, n_rows):
+            place = f" of {match.text_config}" if match.text_config else ""
+            yield (
+                f"config.json has vocab_size = {checks.short_repr(vocab_size)}, but {name} has {n_rows} rows, which "
+                f"transformers refuses; set vocab_size{place} to {n_rows}."
+            )

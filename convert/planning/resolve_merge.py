@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
 from convert.errors import UnsupportedMethodError
+from convert.merging.clipping import find_clip
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
 from convert.merging.recipe import Recipe
 from convert.planning.calibration_options import CalibrationOptions, read_text
@@ -93,10 +94,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
 
 def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
     """Raise UnsupportedMethodError if queries, keys and values are clipped: the weights do not tell how often."""
-    config = find_family(checkpoint.config).config
-    for settings in (config, config.get("attn_config")):  # of OLMo, and of MPT
-        if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
-            raise UnsupportedMethodError(
-                f"config.json has clip_qkv = {checks.short_repr(settings['clip_qkv'])}, which --method {method} "
-                "cannot take into account by the weights alone; calibrate it on a text, or use --method mean."
-            )
+    clip = find_clip(find_family(checkpoint.config).config)
+    if clip is not None:
+        raise UnsupportedMethodError(
+            f"config.json has clip_qkv = {checks.short_repr(clip)}, which --method {method} cannot take into account "
+            "by the weights alone; calibrate it on a text, or use --method mean."
+        )

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
+from tiny_tokenizers import make_tokenizer
 
+from convert import conversion
+from convert.calibration import run_calibration
 from convert.planning.notes import notes_of_checkpoint
 from model.families import find_family
 
@@ -88,8 +92,52 @@ def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
     tiny.edit_config(source, vocab_size=66)
     (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
     assert note == (
-        "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows; transformers refuses that."
+        "config.json has vocab_size = 66, but model.embed_tokens.weight has 67 rows, which transformers refuses; "
+        "set vocab_size to 67."
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "llava"])
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_conversion_that_nothing_could_open_is_refused(convert, tmp_path, family, more):
+    """Transformers refuses the source too; the advice makes it accept both."""
+    folder, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
+    config = json.loads((folder / "config.json").read_text())
+    stated = config.get("text_config", config)
+    stated["vocab_size"] -= more
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        tiny.model_class(family).from_pretrained(folder)
+    mean = ("mha-to-gqa", folder, out, "--groups", 2, "--method", "mean")
+    advice = f"set vocab_size{' of text_config' if family == 'llava' else ''} to 67."
+    for given in (mean, (*mean, "--dry-run")):
+        convert(*given).refused(f"config.json has vocab_size = {67 - more}, but", advice)
+    assert not out.exists()
+    stated["vocab_size"] = 67
+    (folder / "config.json").write_text(json.dumps(config))
+    tiny.model_class(family).from_pretrained(folder)
+    convert(*mean).succeeded()
+
+
+def test_notes_come_before_hours_of_calibrating(convert, tmp_path, monkeypatch):
+    source = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tiny.edit_config(source, num_query_groups=8)
+    note, calibrated = "config.json has num_query_groups = 8", []
+
+    def calibrate(*given):
+        calibrated.append(sys.stderr.getvalue())
+        return run_calibration.calibrate(*given)
+
+    monkeypatch.setattr(conversion, "calibrate", calibrate)
+    given = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
+    shown = convert(*given)
+    assert f"Note: {note}" in calibrated[0]
+    assert ((shown.out + shown.err).count(note), note in shown.out) == (1, False)
+    shown = convert(*given, "--overwrite", "--json")
+    assert (calibrated[1], shown.err) == ("", "")
+    assert note in json.loads(shown.out)["notes"][0]
+    shown = convert(*given[:-2], "--method", "mean", "--overwrite")
+    assert (shown.out.count(note), shown.err) == (1, "")
 
 
 def test_a_wrapper_has_the_vocabulary_of_its_language_model(convert, tmp_path):

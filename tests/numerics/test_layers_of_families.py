@@ -280,10 +280,10 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("olmo", {"clip_qkv": 0.05}, "changes queries, keys or values after their projections (clip_qkv, norms)"),
+        ("olmo", {"clip_qkv": 0.05}, "layer 0: clip_qkv = 0.05 cuts"),
         ("gemma", {"is_causal": False}, "has no causal mask"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "has no causal mask"),
-        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "after their projections (clip_qkv, norms)"),
+        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "layer 0: clip_qkv = 0.05 cuts"),
         ("mpt", {"attn_config": {"alibi": False}}, "of model_type 'mpt' without attn_config.alibi = true"),
         ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 16}}, "attn_config.alibi_bias_max = 16, which"),
         (

@@ -1,0 +1,55 @@
+"""Merge layers of a class that clips queries, keys and values (`clip_qkv` of OLMo and MPT).
+
+A layer is merged as if its own heads were not clipped, and then scaled so that the clip cuts none of them, or few.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from convert.calibration import calibrate_layers
+from convert.calibration.layer_output import weights_of
+from convert.calibration_text.text import CalibrationText
+from convert.layers.clipped_heads import ClippedHeads
+from convert.layers.layer_module import Weights
+from convert.layers.layer_stream import Layer
+from convert.merging.clipping import scale_into_clip
+from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
+from convert.merging.rounding import widen
+from model.checkpoint import Checkpoint
+from model.common.console import Advance
+
+
+def calibrate_layers_within_clip(
+    checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
+) -> None:  # fmt: skip
+    """Write every merged layer into `folder`, as `calibrate_layers` does."""
+    convert = partial(_merge, checkpoint, merges, advance)
+    calibrate_layers.write_layers(checkpoint, merges, text, folder, advance, convert)
+
+
+def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+    if layer.module.clip is None:  # a class that does not read the setting
+        return calibrate_layers._merge(checkpoint, merges, advance, layer)
+    source = _heads(layer, None)
+    source.check(layer.index, "on the calibration text")
+    converted = calibrate_layers._merge(checkpoint, merges, advance, layer)
+    merge = merges[layer.index]
+    tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
+    merged = attention_of(tensors, merge, merge.target)
+    scaled = scale_into_clip(merged, _heads(layer, weights_of(merged)).largest, source.largest, source.clip)
+    cut = _heads(layer, weights_of(scaled))
+    converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)
+    return replace(converted, cut=(cut.n_cut, cut.n_values))
+
+
+def _heads(layer: Layer, weights: Weights | None) -> ClippedHeads:
+    """Run the text through the projections of a layer, or through others."""
+    assert layer.module.clip is not None
+    heads = ClippedHeads(layer.module.clip)
+    weights = weights and weights.to(layer.module.device)
+    for windows in layer.text.batches():
+        heads.add(layer.module.unclipped_heads(weights, layer.inputs(windows)))
+    return heads

@@ -1,0 +1,80 @@
+"""Scale merged heads so that the model's clip (`clip_qkv` of OLMo and MPT) cuts as little of them as possible.
+
+The class cuts queries, keys and values before rotation. A merge may give shared keys, and the queries of them, other
+scales than the source's. Factors that cancel change nothing else: of a value and of the output projection's columns,
+or of a key and its queries. Both dimensions of a RoPE pair need the same factor. All factors are powers of 2, so that
+they do not round.
+
+H query heads, K key/value heads, G groups, D head_dim, P RoPE pairs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from convert.merging.weights import LayerAttention, Real
+
+
+def find_clip(config: Mapping[str, Any]) -> Any:
+    """Return the `clip_qkv` of a config, of OLMo or of MPT; None for none."""
+    for settings in (config, config.get("attn_config")):
+        if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
+            return settings["clip_qkv"]
+    return None
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest absolute values of a layer's heads on a text, by dimension, in the order of LayerAttention."""
+
+    q_HD: Real
+    k_KD: Real
+    v_KD: Real
+
+
+def scale_into_clip(attention: LayerAttention, merged: Largest, source: Largest, clip: float) -> LayerAttention:
+    """Return a merged layer with heads no larger than the source's, and than the clip, as far as possible.
+
+    Values always allow that. Where a key or its queries are too large, their factor makes both the same share of their
+    limits.
+    """
+    n_groups, heads_per_group = len(attention.k_KDX), attention.queries_per_key
+    limits = (_of_group(each_HD, n_groups).max(axis=1) for each_HD in (source.q_HD, source.k_KD, source.v_KD))
+    q_limit_G1, k_limit_G1, v_limit_G1 = (np.minimum(limit_G, clip)[:, None] for limit_G in limits)
+    q_GD, k_GD = (
+        _of_group(_pair_maxima(each_HD, attention.n_rotary_pairs), n_groups) for each_HD in (merged.q_HD, merged.k_KD)
+    )
+    too_large_GD = ((q_GD > q_limit_G1) | (k_GD > k_limit_G1)) & (q_GD > 0) & (k_GD > 0)
+    shares_GD = np.divide(q_GD * k_limit_G1, k_GD * q_limit_G1, out=np.ones_like(q_GD), where=too_large_GD)
+    keys_GD = np.exp2(np.rint(np.log2(shares_GD) / 2))
+    queries_HD = np.repeat(1 / keys_GD, heads_per_group, axis=0)
+    v_G1 = merged.v_KD.max(axis=1, keepdims=True)
+    values_G1 = np.exp2(np.floor(np.log2(np.divide(v_limit_G1, v_G1, out=np.ones_like(v_G1), where=v_G1 > v_limit_G1))))
+    norms = attention.norms
+    if norms is not None:  # of each dimension of each head, before rotation: then the factors are theirs
+        assert len(norms.q_HD) == len(queries_HD), "no class has a clip and norms that heads share"
+        norms = replace(norms, q_HD=norms.q_HD * queries_HD, k_KD=norms.k_KD * keys_GD)
+    return replace(
+        attention,
+        q_HDX=attention.q_HDX * queries_HD[:, :, None],
+        k_KDX=attention.k_KDX * keys_GD[:, :, None],
+        v_KDX=attention.v_KDX * values_G1[:, :, None],
+        o_HMD=attention.o_HMD / np.repeat(values_G1, heads_per_group, axis=0)[:, :, None],
+        norms=norms,
+    )
+
+
+def _of_group(largest_HD: Real, n_groups: int) -> Real:
+    """Return the maxima of each group's heads, [G, D]."""
+    return np.asarray(largest_HD.reshape(n_groups, -1, largest_HD.shape[1]).max(axis=1))
+
+
+def _pair_maxima(largest_HD: Real, n_rotary_pairs: int) -> Real:
+    """Return the maxima with the same number for both dimensions of a RoPE pair."""
+    maxima_HD = largest_HD.copy()
+    rotated = slice(0, 2 * n_rotary_pairs)
+    pairs_H2P = largest_HD[:, rotated].reshape(len(largest_HD), 2, n_rotary_pairs)
+    maxima_HD[:, rotated] = np.tile(pairs_H2P.max(axis=1), (1, 2))
+    return maxima_HD
