@@ -48,7 +48,7 @@ def calibrate_layers(
     checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
 ) -> None:  # fmt: skip
     """Write every merged layer into `folder`. See `write_layers`."""
-    write_layers(checkpoint, merges, text, folder, advance, partial(_merge, checkpoint, merges, advance))
+    write_layers(checkpoint, merges, text, folder, advance, partial(merge_layer, checkpoint, merges, advance))
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list
     return squared_error(layer, weights_of(attention), windows)
 
 
-def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+def merge_layer(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     after = refit_and_refine(layer, merge.recipe, after, weights_of, with_weights, advance)

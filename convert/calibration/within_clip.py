@@ -32,10 +32,10 @@ def calibrate_layers_within_clip(
 
 def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     if layer.module.clip is None:  # a class that does not read the setting
-        return calibrate_layers._merge(checkpoint, merges, advance, layer)
+        return calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
     source = _heads(layer, None)
     source.check(layer.index, "on the calibration text")
-    converted = calibrate_layers._merge(checkpoint, merges, advance, layer)
+    converted = calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
     merge = merges[layer.index]
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
     merged = attention_of(tensors, merge, merge.target)

@@ -63,8 +63,8 @@ def convert(*arguments: object) -> None:
 def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
     """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
     common = arguments(source, out, tokens)
-    merge, refine = Timer(calibrate_layers._merge), Timer(refine_layer)
-    with mock.patch.multiple(calibrate_layers, _merge=merge, refine=refine):
+    merge, refine = Timer(calibrate_layers.merge_layer), Timer(refine_layer)
+    with mock.patch.multiple(calibrate_layers, merge_layer=merge, refine=refine):
         convert(*common)
     per_layer = merge.seconds / merge.calls
     refining = refine.seconds / refine.calls
