@@ -306,12 +306,12 @@ class FileLock:
 
     def _create_owner_file(self) -> None:
         if not self._try_to_create():
-            owner = _read(self._owner_path)
+            owner = _read_owner(self._owner_path)
             if not _has_ended(owner):
                 raise LockedError(f"{_describe(owner)}; if that has ended, remove {self._owner_path}")
             self._owner_path.unlink(missing_ok=True)
             if not self._try_to_create():
-                raise LockedError(_describe(_read(self._owner_path)))
+                raise LockedError(_describe(_read_owner(self._owner_path)))
             time.sleep(0.2)  # another process may have read the same stale owner file, and remove ours instead
             if _read(self._owner_path) != self._identity:
                 raise LockedError(_describe(_read(self._owner_path)))
@@ -334,7 +334,7 @@ def _read(path: Path) -> str:
 
 
 def _read_owner(path: Path) -> str:
-    """Return what a locked file says of its owner, who may be about to write it."""
+    """Return what a lock's file says of its owner, who may be about to write it."""
     for _ in range(20):
         if owner := _read(path):
             return owner
