@@ -185,6 +185,18 @@ def test_without_flock_a_killed_owner_is_noticed(tmp_path, no_flock):
         pass
 
 
+def test_without_flock_an_owner_that_is_about_to_write_its_name_is_waited_for(tmp_path, no_flock):
+    owner = tmp_path / "lock.owner"
+    with FileLock(tmp_path / "lock"):
+        identity = owner.read_text()
+    owner.touch()
+    writing = threading.Timer(0.05, owner.write_text, [identity])
+    writing.start()
+    with pytest.raises(LockedError, match=f"process {os.getpid()} on "), FileLock(tmp_path / "lock"):
+        pass
+    writing.join()
+
+
 def test_a_lock_that_is_removed_while_another_waits_for_it(tmp_path, monkeypatch):
     """The file that was opened before is nobody's then."""
     first, flock = FileLock(tmp_path / "lock"), fcntl.flock
