@@ -7,6 +7,7 @@ from typing import Any
 from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import ROPE_BUFFER
+from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
 
@@ -19,6 +20,37 @@ BESIDE_ATTENTION = (
     "post_attention_layernorm.weight",
 )  # fmt: skip
 """A layer's tensors besides attention's, in the families of `is_native`."""
+
+
+_CLASSES_WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
+"""Parts of the names of classes with an output head."""
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Return whether a model has a language-model head, of its own or tied to the embedding.
+
+    Reward models (`LlamaForSequenceClassification`) and base models (`LlamaModel`) have none.
+    """
+    config = checkpoint.config
+    if any(name.endswith(OUTPUT_HEADS) for name in checkpoint.tensors):
+        return True
+    if is_native(config) and config.get("tie_word_embeddings") is not True:
+        return False
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not classes:
+        return True
+    return any(part in str(name) for name in classes for part in _CLASSES_WITH_HEAD)
+
+
+def check_head(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a model has no language-model head, without which it predicts no tokens."""
+    if not has_head(checkpoint):
+        classes = checkpoint.config.get("architectures")
+        named = f" (architectures: {checks.short_repr(classes)})" if classes else ""
+        raise CheckpointError(
+            f"{checkpoint.config_folder} has no language-model head: it lacks the tensor {OUTPUT_HEADS[0]}{named}. "
+            "uptrain measures and trains causal language models only."
+        )
 
 
 def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:

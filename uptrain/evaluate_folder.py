@@ -24,6 +24,7 @@ from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.decoder_layers import block_names
 from uptrain.models.load import load_evaluated, load_teacher
 from uptrain.runs.checks import (
+    check_heads,
     check_packing,
     check_teachers_tokenizer,
     check_tokenizer,
@@ -61,6 +62,7 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResult:
     blocks = block_names(options.model)  # also refuses what is no causal language model
+    check_heads(filter(None, (options.model, options.teacher)))
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     warning = context_warning(read_config(options.model)[1], seq_len)
     if warning and console.is_first_process():

@@ -46,7 +46,7 @@ from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
-from uptrain.runs.checks import check_packing, check_tokenizer, check_vocabulary
+from uptrain.runs.checks import check_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.eval_metrics import CHUNK_LOGITS
 from uptrain.training.losses.kl import hidden_states, whole_logits
@@ -77,6 +77,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     check_out(options.out)
     if world_size() > 1:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
+    check_heads([options.model])
     cache = TokenCache.open(options.data)
     if merge_method(options.model) is not None:
         console.warn(

@@ -22,6 +22,7 @@ from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.files import lies_in
+from model.completeness import has_head
 from model.geometry import Geometry
 
 SLOW_SECONDS = 60
@@ -106,26 +107,35 @@ def _print_result(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."
         )
-    if not plan.is_exact and _is_measurable(plan.geometry):
-        is_folder = (checkpoint.path / "config.json").is_file()
-        teacher = source if is_folder else "PARENT"
-        family = plan.geometry.attention.family
-        trainable = not family.joins_experts
-        elsewhere = f" (uptrain does not train {family.model_type}; use other software)"
-        console.echo(f"Measure its quality{', and train it' if trainable else elsewhere}:")
-        if not is_folder:
-            console.echo(f"  convert to-hf {source} PARENT")
-        console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
-        if trainable:
-            console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
-            console.echo(
-                "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
-                "   --tokens N --global-batch-tokens N --lr LR)"
-            )
+    if plan.is_exact or not _is_measurable(plan.geometry):
+        return
+    if not has_head(checkpoint):
+        console.echo("It has no language-model head, so uptrain does not measure or train it.")
+        return
+    _print_next_steps(checkpoint, plan, source, written)
+
+
+def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: str) -> None:
+    """Print the commands that measure and train the output. `source`, `written`: paths as a shell takes them."""
+    is_folder = (checkpoint.path / "config.json").is_file()
+    teacher = source if is_folder else "PARENT"
+    family = plan.geometry.attention.family
+    trainable = not family.joins_experts
+    elsewhere = f" (uptrain does not train {family.model_type}; use other software)"
+    console.echo(f"Measure its quality{', and train it' if trainable else elsewhere}:")
+    if not is_folder:
+        console.echo(f"  convert to-hf {source} PARENT")
+    console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
+    if trainable:
+        console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+        console.echo(
+            "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
+            "   --tokens N --global-batch-tokens N --lr LR)"
+        )
 
 
 def _is_measurable(geometry: Geometry) -> bool:
-    """Return whether `uptrain evaluate` takes such a model: no images, no encoder, and no ALiBi."""
+    """Return whether `uptrain evaluate` takes language models of this kind: no images, no encoder, and no ALiBi."""
     return geometry.text_config is None and len(geometry.attention.family.attention) == 1 and not geometry.alibi
 
 

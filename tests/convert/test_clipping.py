@@ -97,7 +97,11 @@ def test_a_clip_that_takes_effect_in_a_later_layer_is_refused(convert, tmp_path)
     tensors["model.layers.1.self_attn.q_proj.weight"] *= 10
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     result = convert("mha-to-gqa", folder, tmp_path / "out", *FIT)
-    result.refused("layer 1: clip_qkv = ", "on the calibration text", "use --method mean")
+    note, error = result.err.splitlines()
+    assert (result.code, note.startswith("Note: ")) == (2, True)
+    for words in ("layer 1: clip_qkv = ", "on the calibration text", "use --method mean"):
+        assert words in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_first_layer_is_tried_on_its_own_inputs(convert, tmp_path):

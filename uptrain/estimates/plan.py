@@ -10,6 +10,7 @@ from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.common.read_files import UPTRAINING_RECORD
+from model.completeness import check_head
 from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
@@ -69,7 +70,7 @@ def make_plan(
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
-    _check_vocabularies(model, teacher)
+    _check_heads(model, teacher)
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
@@ -135,11 +136,13 @@ def make_plan(
     }
 
 
-def _check_vocabularies(model: Path, teacher: Path | None) -> None:
-    """Raise InputError for models that `uptrain run` refuses because of their vocabularies, or in another format."""
+def _check_heads(model: Path, teacher: Path | None) -> None:
+    """Raise InputError for models that `uptrain run` refuses: without a head, of other vocabularies or formats."""
     folders = [model, *([teacher] if teacher else [])]
     sizes = [read_config(folder)[1].get("vocab_size") for folder in folders]
     for folder, vocab_size in zip(folders, sizes, strict=True):
+        with open_checkpoint(folder) as checkpoint:
+            check_head(checkpoint)
         if isinstance(vocab_size, int):  # not of a wrapper
             check_embedding(folder, vocab_size)
     if isinstance(sizes[0], int) and isinstance(sizes[-1], int):

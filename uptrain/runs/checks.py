@@ -11,6 +11,7 @@ from model.checkpoint.hf_folder import read_config
 from model.common.console import echo_line, is_first_process, size, warn
 from model.common.errors import InputError, prefix_path
 from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
+from model.completeness import check_head
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.vocabularies import check_embedding, check_teacher
@@ -35,9 +36,10 @@ def check_models(
 
     `model` is None for a student with random weights.
     """
+    folders = [folder for folder in (model, teacher) if folder]
+    check_heads(folders)
     if model:
         check_exportable(model, *tensor_names(model))
-    folders = [folder for folder in (model, teacher) if folder]
     models = [build_meta(folder) for folder in folders]
     for folder, each in zip(folders, models, strict=True):
         for seq_len in seq_lens:
@@ -48,6 +50,14 @@ def check_models(
         choose_part(models[0], trainable, rank, model)
     if len(models) == 2:
         check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
+
+
+def check_heads(folders: Iterable[Path]) -> None:
+    """Raise InputError for a folder whose model has no language-model head."""
+    for folder in folders:
+        read_config(folder)  # refuses other formats
+        with open_checkpoint(folder) as checkpoint:
+            check_head(checkpoint)
 
 
 def layer_names(folder: Path, compiled: bool, recomputed: bool, sharded: bool) -> tuple[str, ...]:
