@@ -50,17 +50,20 @@ class EvaluateOptions:
 
 
 def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, Any]:
-    """Evaluate a checkpoint folder on a token cache or texts; return the `EvalResult` and perplexity, ready for JSON.
+    """Evaluate a checkpoint folder on a token cache or texts.
+
+    Returns the `EvalResult`, the perplexity and the tokens of a window, ready for JSON.
 
     Raises InputError if model, teacher and data are incompatible, or the data have no targets.
     """
     with TemporaryDirectory(prefix="groupwise-") as scratch:
-        result = _evaluate(options, Path(scratch), quiet)
+        result, seq_len = _evaluate(options, Path(scratch), quiet)
     destroy_process_group()
-    return {**result.to_dict(), "perplexity": result.perplexity}
+    return {**result.to_dict(), "perplexity": result.perplexity, "seq_len": seq_len}
 
 
-def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResult:
+def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[EvalResult, int]:
+    """Return the result, and the tokens of the windows that it was measured on."""
     blocks = block_names(options.model)  # also refuses what is no causal language model
     check_heads(filter(None, (options.model, options.teacher)))
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
@@ -90,7 +93,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> EvalResul
                 f"{folder} computes a loss of {loss} on {options.data}: its weights are damaged, or too large for "
                 f"{precision}."
             )
-    return result
+    return result, cache.seq_len
 
 
 def _check_one_machine(options: EvaluateOptions, seq_len: int) -> None:

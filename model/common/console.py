@@ -113,12 +113,18 @@ def _usage(error: click.ClickException) -> str:
     """Return click's message. It suggests only options that are spelled alike, and tells where all options are."""
     if isinstance(error, click.NoSuchOption):
         names = [name.lstrip("-") for name in error.possibilities or ()]  # with dashes, --lr is like --help
-        return error.format_message() if get_close_matches(error.option_name.lstrip("-"), names) else error.message
+        if get_close_matches(error.option_name.lstrip("-"), names):
+            return error.format_message()
+        return f"{error.message}{_all_options(error)}"
     if isinstance(error, click.MissingParameter) and error.ctx:
-        return f"{error.format_message()} `{error.ctx.command_path} --help` shows all options."
+        return f"{error.format_message()}{_all_options(error)}"
     if "unexpected extra argument" in error.message and _takes_many_texts(error):
         return f"{error.format_message()} Repeat --data for each file, or give the folder that holds them."
     return error.format_message()
+
+
+def _all_options(error: click.UsageError) -> str:
+    return f" `{error.ctx.command_path} --help` shows all options." if error.ctx else ""
 
 
 def _takes_many_texts(error: click.ClickException) -> bool:

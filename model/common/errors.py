@@ -1,5 +1,6 @@
 """Define the errors that the command line prints as one line."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,11 @@ class NotNativeError(CheckpointError):
 @contextmanager
 def prefix_path(checkpoint: Path) -> Iterator[None]:
     """Put a checkpoint's path before the message of a CheckpointError that does not contain it."""
+    whole_path = rf"(?<![\w./-]){re.escape(str(checkpoint))}(?=/|[,;:.)'\"`]*(\s|$))"
     try:
         yield
     except CheckpointError as error:
-        if str(checkpoint) in str(error):
+        if re.search(whole_path, str(error)):
             raise
         raise type(error)(f"{checkpoint}: {error}") from error
 

@@ -44,7 +44,7 @@ def expected(inputs):
             sums += [len(part) - 1, *losses, (q.exp() * (q - p)).sum(), same]
     assert 0 < sums[4] < sums[0]
     means = dict(zip(("loss", "teacher_loss", "kl", "agreement"), sums[1:] / sums[0], strict=True))
-    return {"targets": int(sums[0]), **means, "perplexity": math.exp(means["loss"])}
+    return {"targets": int(sums[0]), "seq_len": cache.seq_len, **means, "perplexity": math.exp(means["loss"])}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -56,7 +56,7 @@ def test_every_target_counts_once(inputs, tmp_path, expected, processes, with_te
     assert not any(result.out for result in others)
     printed = json.loads(first.out)
     assert (printed.pop("model"), printed.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
-    wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "loss", "perplexity")}
+    wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "seq_len", "loss", "perplexity")}
     assert printed == pytest.approx(wanted, rel=1e-5, abs=1e-7)
 
 

@@ -97,7 +97,7 @@ def test_exported_files_and_record(tmp_path, uptrain):
 
 def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled):
     result = uptrain("export", distilled, tmp_path / "out").succeeded()
-    assert f"--data HELD-OUT --teacher {distilled.with_name('parent')}\n" in result.out
+    assert f"--data HELD-OUT --teacher {distilled.with_name('parent')} --seq-len 32\n" in result.out
     card = (tmp_path / "out/README.md").read_text()
     first, *_, (step, last) = evaluations(distilled)
     recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
@@ -183,7 +183,7 @@ def test_the_card_of_a_run_under_way_says_how_much_of_it_is_done(tmp_path, uptra
         result = uptrain("export", run, out, "--step", step).succeeded()
         wrote, following = result.out.splitlines()
         assert wrote == f"Wrote {out}: the model after step {step}{where}, in float32."
-        assert following == f"Next: uptrain evaluate {out} --data HELD-OUT"
+        assert following == f"Next: uptrain evaluate {out} --data HELD-OUT --seq-len 32"
         assert f"| α | {alpha} of the original pre-training |" in (out / "README.md").read_text()
 
 

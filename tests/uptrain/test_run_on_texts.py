@@ -268,3 +268,14 @@ def test_a_run_behind_a_link(uptrain, tmp_path):
     out.parent.rename(tmp_path / "after")
     (tmp_path / "latest").symlink_to("after/run")
     uptrain("resume", tmp_path / "latest").succeeded()
+
+
+def test_a_length_on_the_command_line_replaces_that_of_the_file(uptrain, tmp_path, model, texts):
+    path = tmp_path / "run.toml"
+    path.write_text("tokens = 1_000_000")
+    options = ("--data", texts, "--seq-len", 32, "--global-batch-tokens", 256, "--lr", 1e-3, "--max-minutes", 0)
+    command = ("run", model, *options, "--config", path, "--out", tmp_path / "run")
+    uptrain(*command, "--steps", 2).succeeded()
+    assert json.loads((tmp_path / "run/run.json").read_text())["budget"]["steps"] == 2
+    path.write_text("tokens = 1_000_000\nalpha = 0.5")
+    uptrain(*command[:-1], tmp_path / "other").refused("given: --alpha and --tokens")

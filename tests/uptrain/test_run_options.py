@@ -98,9 +98,25 @@ def test_options_that_are_missing_or_unknown(uptrain):
     uptrain("run", "model", "--steps", 5).refused("Missing option '--data'. `", "run --help` shows all options.")
     uptrain("resume", "run", "--max-minute", 5).refused("No such option '--max-minute'. Did you mean '--max-minutes'?")
     other = uptrain("status", "run", "--lr", 1e-5)
-    other.refused("No such option '--lr'.")
+    other.refused("No such option '--lr'. `", "status --help` shows all options.")
     assert "Did you mean" not in other.err
-    uptrain("resume", "run", "--lr", 1e-5).refused("--lr cannot change", "`uptrain extend` trains it for longer")
+    for name in ("resume", "extend"):
+        uptrain(name, "run", "--lr", 1e-5).refused("--lr cannot change", "`uptrain extend` trains it for longer")
+
+
+def test_an_original_of_another_shape(uptrain, inputs, tmp_path):
+    """Only if `--original` names it: otherwise the shape decides."""
+    steps = ("--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
+    warning = "--original llama-2-7b has another shape than the model (hidden_size 4,096, not 32; num_hidden_layers"
+    for original, warns in (("llama-2-7b", True), (None, False)):
+        named = ("--original", original) if original else ()
+        planned = uptrain("plan", inputs["model"], *steps, "--seq-len", 32, *named).succeeded()
+        assert (warning in planned.err) == warns
+        out = tmp_path / f"run-{original}"
+        begun = uptrain(
+            "run", inputs["model"], "--data", inputs["data"], *steps, *named, "--out", out, "--max-minutes", 0
+        )
+        assert (warning in begun.succeeded().err) == warns
 
 
 def test_the_help_shows_no_range_without_bounds(uptrain):

@@ -192,6 +192,8 @@ def test_the_same_command_again(uptrain, inputs, teach, tmp_path):
     before = tiny.snapshot(out)
     again = uptrain(*teach_arguments(inputs, out))
     assert again.code == 0 and "was complete already" in again.out
+    given = f"--data {inputs['data']} --teacher-logits {out} --alpha A --out RUN"
+    assert again.out.splitlines()[-1] == f"Next: uptrain run STUDENT {given}"
     assert tiny.snapshot(out) == before
     uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused("exists, and is of another --top-k")
     other = {**inputs, "data": inputs["held_out"]}

@@ -22,6 +22,20 @@ def named(name: str) -> PretrainingRecord:
     raise InputError(f"--original {name}: unknown; {meant} are {', '.join(known)}.")
 
 
+def shape_warning(config: Mapping[str, Any], name: str | None) -> str | None:
+    """Return a warning if the original that `--original` names has another shape than a model's `config.json`."""
+    if name is None:
+        return None
+    differing = [
+        f"{key} {theirs:,}, not {config[key]:,}"
+        for key, theirs in zip(SHAPE_KEYS, named(name).shape[1:], strict=True)
+        if isinstance(config.get(key), int) and isinstance(theirs, int) and config[key] != theirs
+    ]
+    if not differing:
+        return None
+    return f"--original {name} has another shape than the model ({'; '.join(differing[:2])}): is it its parent?"
+
+
 def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[PretrainingRecord, ...]:
     """Return the originals with the model's shape; if some of them also match its names, return only these.
 

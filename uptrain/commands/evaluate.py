@@ -52,7 +52,10 @@ def command(as_json: bool, **options: Any) -> None:
     if as_json:
         console.print_json({"model": str(given.model), "data": given.data, **result})
         return
-    rows = [("targets", f"{result['targets']:,}"), ("loss", f"{result['loss']:.4f} nats per token")]
+    rows = [
+        ("targets", f"{result['targets']:,}, in windows of {result['seq_len']:,} tokens"),
+        ("loss", f"{result['loss']:.4f} nats per token"),
+    ]
     rows.append(("perplexity", f"{result['perplexity']:.4g}"))
     if "kl" in result:
         rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))

@@ -37,7 +37,8 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     """
     from uptrain.runs.make_folder import refuse_existing
 
-    settings = Run.read(run).settings  # refused, as an OUT that exists, before torch is imported, which takes seconds
+    content = Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
+    settings = content.settings
     refuse_existing(out, "choose another OUT")
     from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, stored_size
 
@@ -56,7 +57,8 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
         after = f"{record['step']:,}{_unfinished(settings, record['step'])}"
         console.echo(f"Wrote {out}: the model after step {after}, in {dtype}.")
         teacher = f" --teacher {shlex.quote(settings.teacher)}" if settings.teacher else ""
-        console.echo(f"Next: uptrain evaluate {shlex.quote(str(out))} --data HELD-OUT{teacher}")
+        windows = f" --seq-len {content.budget.global_batch_tokens // settings.global_batch}"  # as in the run
+        console.echo(f"Next: uptrain evaluate {shlex.quote(str(out))} --data HELD-OUT{teacher}{windows}")
 
 
 def _unfinished(settings: Settings, step: int) -> str:

@@ -6,11 +6,12 @@ import click
 
 from model.common.command_options import PathType, ShareType
 from uptrain.commands.options import count_option, max_minutes_option
+from uptrain.commands.resume import WithSettingsOfTheRun
 from uptrain.distributed.signals import stop_request
 from uptrain.runs.folder import Run
 
 
-@click.command("extend")
+@click.command("extend", cls=WithSettingsOfTheRun)
 @click.argument("run", type=PathType())
 @click.option("--out", type=PathType(), required=True, metavar="RUN2", help="The folder of the longer run.")
 @click.option(

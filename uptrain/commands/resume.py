@@ -11,7 +11,7 @@ from uptrain.distributed.signals import stop_request
 from uptrain.runs.folder import Run
 
 
-class _WithSettingsOfTheRun(click.Command):
+class WithSettingsOfTheRun(click.Command):
     """A command that says of an option of `uptrain run` why it does not take it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -27,7 +27,7 @@ class _WithSettingsOfTheRun(click.Command):
             ) from error
 
 
-@click.command("resume", cls=_WithSettingsOfTheRun)
+@click.command("resume", cls=WithSettingsOfTheRun)
 @click.argument("run", type=PathType())
 @click.option(
     "--micro-batch",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from model.common.checks import short_repr
 from model.common.command_options import FiniteFloat, GroupedCommand, PathType, RenamedOption, pop_fields
@@ -62,6 +63,14 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
             message = f"{path} sets {name} = {short_repr(value)}, which must be {error}."
             raise click.BadParameter(message, context, parameter) from error
     return path
+
+
+def _drop_overridden_lengths(options: dict[str, Any]) -> None:
+    """Drop the length that --config gives if the command line gives one, since a run takes one of the three."""
+    source = click.get_current_context().get_parameter_source
+    given = {name: source(name) for name in ("alpha", "tokens", "steps") if options[name] is not None}
+    if ParameterSource.COMMANDLINE in given.values():
+        options.update({name: None for name in given if given[name] is ParameterSource.DEFAULT_MAP})
 
 
 def _as_argument(option: click.Parameter, value: Any) -> bool | str | list[str]:
@@ -208,6 +217,7 @@ def command(**options: Any) -> None:
     `uptrain resume RUN` continues exactly where it stopped.
     """
     stop_request.install()
+    _drop_overridden_lengths(options)
     given = RunOptions(pop_fields(BudgetOptions, options), **options)
     from uptrain.runs.make_folder import refuse_existing
 

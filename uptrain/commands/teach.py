@@ -1,5 +1,6 @@
 """Run `uptrain teach`: write a teacher's logits of a token cache."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -61,3 +62,5 @@ def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, a
             ("size", console.size(result["bytes"])),
         ]
         console.print_key_values(f"Logits {out}", rows)
+        given = f"--data {shlex.quote(str(data))} --teacher-logits {shlex.quote(str(out))}"
+        console.echo(f"Next: uptrain run STUDENT {given} --alpha A --out RUN")

@@ -22,7 +22,7 @@ from uptrain.budget.budget import (
     repetition_warning,
 )
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
-from uptrain.budget.identify import named
+from uptrain.budget.identify import named, shape_warning
 from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
@@ -94,6 +94,7 @@ def make_plan(
     warnings = [
         data_use and repetition_warning(data_use["epochs"]),
         rate_problem(options, optimizer),
+        shape_warning(read_config(model)[1], options.original),
         few_steps_warning(options, budget),
         estimator.warning(trainable),
         teacher and teacher_warning(model, teacher),

@@ -45,7 +45,8 @@ def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
         return
     if not Path(settings.model).exists():
         raise InputError(
-            f"{settings.model} does not exist; the run reads the tensors from it that it does not train. Restore it."
+            f"{settings.model} does not exist; the run reads the tensors from it that it does not train. Restore it, "
+            "or put a link to it there."
         )
     if _of_frozen_tensors(settings) != recorded["frozen"]:
         raise InputError(
@@ -68,7 +69,9 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
     for name, sha256 in to_check.items():
         path = Path(getattr(settings, name))
         if not path.exists():
-            raise InputError(f"{path}, the run's {name.replace('_', ' ')}, does not exist; restore it.")
+            raise InputError(
+                f"{path}, the run's {name.replace('_', ' ')}, does not exist; restore it, or put a link to it there."
+            )
         if current[name](path) != sha256:
             raise InputError(f"{path} is {_OTHER[name]} than when the run began; restore it, or start a new run.")
 

@@ -20,6 +20,7 @@ from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_at
 from model.decoder.config import is_native
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import parent_advice, teacher_warning
+from uptrain.budget.identify import shape_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
     ensure_cache,
@@ -87,7 +88,8 @@ def launch_new(options: RunOptions) -> None:
     config = read_config(folder)[1]
     is_plain = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
-        few_steps_warning(options.budget, budget), context_warning(config, max(seq_lens)), _packing_warning(config),
+        few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
+        context_warning(config, max(seq_lens)), _packing_warning(config),
         _evaluation_warning(settings, budget.tokens), parent_advice(folder) if is_plain else None,
         *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
