@@ -16,6 +16,8 @@ from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import SAVE, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, state, status
 
+from uptrain.distributed.signals import STOPPING
+
 ROOT = Path(__file__).parents[2]
 PHASES = {
     "before the first step": ("after mkdir checkpoints", 0),
@@ -46,6 +48,8 @@ def stop_and_go_on(runs, folder, processes, fault, step):
     results = succeed(runs.arguments(out), folder, processes, Faults([fault]))
     assert "READY: started at step 0" in results[0].err
     assert f"Saved and stopped. Resume it with: uptrain resume {out}" in results[0].out
+    # The first process says it if it is asked itself; the others never do.
+    assert [result.err.splitlines().count(STOPPING) for result in results] == [int(fault.rank == 0), 0][:processes]
     assert_saved_at(out, step, fault.action.split()[0])
     succeed(("resume", out), folder, processes)
     assert status(out) == ("finished", 12)
@@ -147,7 +151,7 @@ def test_a_second_one_ends_at_once(runs, tmp_path, names):
     out, faults = tmp_path / "run", Faults([Fault(names, "before _backward 5")])
     (result,) = run(*runs.arguments(out), folder=tmp_path, faults=faults)
     assert result.code == 130
-    assert result.err.splitlines()[-1] == "stopped by a second signal, without saving."
+    assert result.err.splitlines()[-2:] == [STOPPING, "stopped by a second signal, without saving."]
     assert checkpoints(out) == ["step-00000004"]
     succeed(("resume", out), tmp_path)
     assert_same_run(out, runs.expected())

@@ -133,6 +133,18 @@ def test_status_of_a_running_run(tmp_path, uptrain):
         assert words in shown
 
 
+def test_a_loss_that_rose_is_shown_beside_the_first(tmp_path, uptrain):
+    run = write_run(tmp_path / "run", [evaluation(0, 2.0314), step(1), evaluation(1, 3.2)])
+    status = read_json(uptrain("status", run, "--json"))
+    assert (status["first_evaluation"]["loss"], status["evaluation"]["loss"]) == (2.0314, 3.2)
+    assert "rose from 2.0314 to 3.2000" in status["warning"]
+    shown = " ".join(uptrain("status", run).out.split())
+    assert "3.2000 nats per token at step 1 (2.0314 at step 0)" in shown
+    assert "warning the held-out loss rose from 2.0314 to 3.2000" in shown
+    fell = write_run(tmp_path / "fell", [evaluation(0, 2.0), step(1), evaluation(1, 1.9)])
+    assert read_json(uptrain("status", fell, "--json"))["warning"] is None
+
+
 def test_fewer_tokens_than_planned(tmp_path, uptrain):
     """A cache's last window is shorter than the others."""
     records = [step(n, tokens=n * 1000 - 16) for n in range(1, 51)]

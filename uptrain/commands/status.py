@@ -44,7 +44,9 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if status["alpha"]:
         rows.append(("α", f"{status['alpha'] * status['share']:.4g} of {status['alpha']:.4g}"))
-    rows += [*_last_step(status), *_evaluation(status["evaluation"])]
+    rows += [*_last_step(status), *_evaluation(status["evaluation"], status["first_evaluation"])]
+    if status["warning"]:
+        rows.append(("warning", status["warning"]))
     for title, name in (("updates skipped", "skipped_steps"), ("not saved", "not_saved_steps")):
         if steps := status[name]:
             last = ", ".join(f"{step:,}" for step in steps[-8:])
@@ -101,12 +103,13 @@ def _number(value: float | None, form: str, unit: str) -> str:
     return "not finite" if value is None else f"{value:{form}}{unit}"
 
 
-def _evaluation(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if evaluation is None:
+def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if evaluation is None or first is None:
         return []
-    rows = [
-        ("held-out loss", f"{_number(evaluation['loss'], '.4f', ' nats per token')} at step {evaluation['step']:,}")
-    ]
+    loss = f"{_number(evaluation['loss'], '.4f', ' nats per token')} at step {evaluation['step']:,}"
+    if evaluation["step"] > first["step"]:
+        loss += f" ({_number(first['loss'], '.4f', '')} at step {first['step']:,})"
+    rows = [("held-out loss", loss)]
     if "kl" in evaluation:
         rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
         rows.append(("KL from the teacher", _number(evaluation["kl"], ".4f", " nats per token")))

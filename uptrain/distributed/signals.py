@@ -1,14 +1,16 @@
 """Handle stop requests: each of STOP_SIGNALS requests a save and an exit; a second one exits immediately.
 
-The handlers only set a flag. The loop reads it once per step, where all processes can agree.
+The handlers only set a flag, and say so once. The loop reads it once per step, where all processes can agree.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from model.common.console import is_first_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """SIGHUP is sent when the terminal is closed; a process that `nohup` started ignores it."""
@@ -18,11 +20,12 @@ KILLED = 130
 """Exit code after a second signal."""
 STARTS_AGAIN = "nothing was kept, and the same command starts again"
 CONTINUES = "finished work is kept, and the same command continues"
+STOPPING = "Stopping. The run saves first, if it has begun; a second signal stops it without saving."
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class StopRequest:
-    """Flag that this process was asked to stop, with the name of the signal."""
+    """Flag that this process, of a training run, was asked to stop, with the name of the signal."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -39,9 +42,17 @@ class StopRequest:
             _exit_at_once(b"stopped by a second signal, without saving.\n")
         if not self.reason:
             self.reason, self._first = signal.Signals(number).name, now
+            if is_first_process():
+                _say_stopping()
 
 
 stop_request = StopRequest()
+
+
+def _say_stopping() -> None:
+    """Print STOPPING: saving may take minutes. On a terminal it begins a line, below a progress bar."""
+    with suppress(OSError):  # the terminal may be closed, which the signal may tell
+        os.write(2, (b"\n" if os.isatty(2) else b"") + STOPPING.encode() + b"\n")
 
 
 def _exit_at_once(message: bytes) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from model.common.console import warn
 from uptrain.runs.folder import METRICS, STATE, Run, read_state
 from uptrain.training.losses import LOSSES
-from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics
+from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics, rise_warning
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class History:
     evaluations: list[Record]
     """`step`, `tokens`, the metrics of the evaluation, `merge_cost` and `recovered_fraction`."""
     events: list[Record]
+    warning: str | None
+    """Warning that the loss rose."""
 
     @classmethod
     def read(cls, folder: Path) -> "History":
@@ -40,7 +42,8 @@ class History:
             is_merged = bool(run.settings.model)
             evaluation["merge_cost"] = merge_cost(evaluations[0]) if is_merged else None
             evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if is_merged else None
-        return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r])
+        warning = rise_warning(records, run.settings.lr)
+        return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r], warning)
 
     @property
     def step(self) -> int:

@@ -38,6 +38,8 @@ def read_status(folder: Path, verify: bool) -> dict[str, Any]:
         "tokens_per_s": speed,
         "seconds_left": (settings.steps - history.step) * run.budget.global_batch_tokens / speed if speed else None,
         "evaluation": history.evaluations[-1] if history.evaluations else None,
+        "first_evaluation": history.evaluations[0] if history.evaluations else None,
+        "warning": history.warning,
         "skipped_steps": history.skipped_steps,
         "not_saved_steps": history.steps_of("not saved"),
         "checkpoints": checkpoints(folder / CHECKPOINTS, verify),

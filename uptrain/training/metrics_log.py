@@ -9,9 +9,11 @@ at an earlier step, later lines are removed.
 """
 
 import json
+import math
 import os
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from model.common import checks
@@ -49,6 +51,8 @@ MOST_LINE_BYTES = 1 << 20
 """Longest line that is read. Ours have some hundred bytes; a file without line ends would be read whole."""
 RISE_STEPS = 4
 """Least number of steps whose training losses are compared with others."""
+RISE_SIGMA = 4.0
+"""Standard deviations of their noise by which training losses have to differ."""
 
 
 class Metrics:
@@ -105,26 +109,37 @@ def read_metrics(path: Path) -> list[Record]:
 def rise_warning(records: list[Record], peak_lr: float) -> str | None:
     """Return a warning if the loss rose from the beginning of a run to its end.
 
-    That is the held-out loss, or without evaluations the training loss, and it rose if the difference is above
-    MEASURABLE. Of the training loss, the mean of the last tenth of steps has to exceed every loss of the first tenth,
-    each of RISE_STEPS at least, because windows differ.
+    That is the held-out loss, which rose if the difference is above MEASURABLE. Without evaluations, it is the training
+    loss: the mean of the last n losses, a tenth of all (RISE_STEPS at least), against the first, which is the loss
+    before any update. Windows differ, so it also has to exceed every one of the first n, or the first by RISE_SIGMA
+    standard deviations of such a difference, which are σ √(1 + 1/n) with σ that of single losses.
     """
     losses = [record["evaluation"]["loss"] for record in records if "evaluation" in record]
     if losses:
         what, first, last = "held-out", losses[0], losses[-1]
+        limit = first
     else:
         losses = [record["loss"] for record in records if record.get("loss") is not None]
         n = max(RISE_STEPS, len(losses) // 10)
         if len(losses) < 2 * n:
             return None
-        what, first, last = "training", max(losses[:n]), fmean(losses[-n:])
-    if first is None or (last is not None and last <= first + MEASURABLE):
+        what, first, last = "training", losses[0], fmean(losses[-n:])
+        limit = min(max(losses[:n]), first + RISE_SIGMA * _noise(losses) * math.sqrt(1 + 1 / n))
+    if first is None or (last is not None and last <= limit + MEASURABLE):
         return None
     now = "a number that is not finite" if last is None else f"{last:.4f}"
     return (
         f"the {what} loss rose from {first:.4f} to {now}, so training made the model worse; start a new run with a "
         f"lower --lr (it was {peak_lr:.3g})."
     )
+
+
+def _noise(losses: list[float]) -> float:
+    """Return the standard deviation of losses around their trend, from the median difference of two in succession.
+
+    Neither the trend nor single spikes change it much. Of normal numbers, the median of |difference| is 0.954 σ.
+    """
+    return median(abs(b - a) for a, b in pairwise(losses)) / 0.954
 
 
 def write_metrics(path: Path, records: list[Record]) -> None:
