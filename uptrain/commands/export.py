@@ -9,7 +9,7 @@ from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.staging import check_room
 from uptrain.distributed.signals import interruptible
-from uptrain.runs.folder import METRICS, Run
+from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.settings import Settings
 from uptrain.training.learning_rate import decay_start
 from uptrain.training.metrics_log import read_metrics, rise_warning
@@ -35,10 +35,12 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
-    from uptrain.runs.make_folder import refuse_existing
+    from uptrain.runs.make_folder import refuse_existing, refuse_inside
 
     settings = Run.read(run).settings  # refused, as an OUT that exists, before torch is imported, which takes seconds
     refuse_existing(out, "choose another OUT")
+    models = [Path(model) for model in (settings.model, settings.teacher) if model]
+    refuse_inside(out, *models, run / MODEL, run / CHECKPOINTS, advice="choose another OUT")
     from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
