@@ -159,7 +159,7 @@ def test_refusals(tmp_path, uptrain):
     uptrain("export", run, tmp_path / "there").refused("exists already")
     newest = run / "checkpoints/step-00000004"
     (newest / "state.json").write_bytes(b"{}")
-    uptrain("export", run, tmp_path / "out").refused("state.json", "--step")
+    uptrain("export", run, tmp_path / "out").refused("state.json", "with --step (there are: 3).")
     assert not (tmp_path / "out").exists()
 
 
@@ -178,6 +178,16 @@ def test_a_folder_inside_one_that_the_run_reads(tmp_path, uptrain, place):
 def test_a_folder_beside_those_that_the_run_reads(tmp_path, uptrain):
     _, run = trained(tmp_path)
     uptrain("export", run, run / "exported").succeeded()
+
+
+@pytest.mark.parametrize("function", ["find_damage", "make_record"])
+def test_a_checkpoint_that_the_run_removes_meanwhile(tmp_path, uptrain, monkeypatch, function):
+    _, run = trained(tmp_path)
+    newest, real = run / "checkpoints/step-00000004", getattr(export, function)
+    monkeypatch.setattr(export, function, lambda *given: shutil.rmtree(newest) or real(*given))
+    words = f"{newest}: the run removed this checkpoint meanwhile; run the command again."
+    uptrain("export", run, tmp_path / "out").refused(words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):

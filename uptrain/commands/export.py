@@ -8,6 +8,7 @@ import click
 from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.staging import check_room
+from uptrain.checkpoints.files import explain_removal
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.settings import Settings
@@ -45,10 +46,11 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
 
     checkpoint = find_checkpoint(run, step)
     dtype = dtype or default_dtype(settings, run)
-    check_room(out, exported_size(run, checkpoint, dtype))
-    progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
-    with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
-        record = export(run, checkpoint, out, dtype, progress)
+    with explain_removal(checkpoint):
+        check_room(out, exported_size(run, checkpoint, dtype))
+        progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
+        with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
+            record = export(run, checkpoint, out, dtype, progress)
     records = [each for each in read_metrics(run / METRICS) if each["step"] <= record["step"]]
     if warning := rise_warning(records, settings.lr):
         console.warn(warning)
