@@ -123,6 +123,34 @@ def test_more_processes_than_devices(monkeypatch, on_gpus, seen, refused):
         accelerators.check_launcher()
 
 
+@pytest.mark.parametrize(("variables", "unset"), [
+    ({"LOCAL_RANK": "0"}, "LOCAL_RANK"), ({"LOCAL_RANK": "1", "MASTER_ADDR": "elsewhere"}, "LOCAL_RANK"),
+    ({"LOCAL_RANK": ""}, "LOCAL_RANK"), ({"PMI_SIZE": "2"}, "PMI_SIZE"), ({"PMI_SIZE": ""}, "PMI_SIZE"),
+    ({"OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "elsewhere"}, "OMPI_COMM_WORLD_SIZE"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
+    ({"MV2_COMM_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_RANK and MV2_COMM_WORLD_SIZE"),
+    ({"LOCAL_RANK": "0", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "LOCAL_RANK"),
+    ({"ACCELERATE_USE_CPU": "maybe"}, "it"), ({"ACCELERATE_USE_CPU": ""}, "it"),
+    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM"),
+])  # fmt: skip
+def test_leftover_variables_that_accelerate_would_fail_with(monkeypatch, variables, unset):
+    """It would raise in many lines, or wait for processes that nobody started."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=rf"^.*; unset {unset}[.,]"):
+        accelerators.check_launcher()
+
+
+@pytest.mark.parametrize("variables", [
+    {"LOCAL_RANK": "-1"}, {"PMI_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1"}, {"ACCELERATE_USE_CPU": "yes"},
+    {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PMI_SIZE": "2"},
+])  # fmt: skip
+def test_variables_of_one_process(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accelerators.check_launcher()
+
+
 @pytest.mark.parametrize(("name", "value", "problem"), [
     ("OFFLOAD_PARAMS", "true", "fsdp_offload_params: true is not supported: parameters stay on the device"),
     ("ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing: true .*the option --activation-checkpointing"),

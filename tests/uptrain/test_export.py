@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import fake_runs
 import pytest
 import tiny
 import torch
@@ -158,7 +159,34 @@ def test_refusals(tmp_path, uptrain):
     uptrain("export", run, tmp_path / "there").refused("exists already")
     newest = run / "checkpoints/step-00000004"
     (newest / "state.json").write_bytes(b"{}")
-    uptrain("export", run, tmp_path / "out").refused("state.json", "--step")
+    uptrain("export", run, tmp_path / "out").refused("state.json", "with --step (there are: 3).")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["model", "parent", "run/model", "run/checkpoints"])
+def test_a_folder_inside_one_that_the_run_reads(tmp_path, uptrain, place):
+    """`convert verify` would find a changed MODEL, and later runs would copy what is new in it."""
+    run = fake_runs.write_run(tmp_path / "run", model=str(tmp_path / "model"), teacher=str(tmp_path / "parent"))
+    for name in ("model", "parent", "run/model", "run/checkpoints"):
+        (tmp_path / name).mkdir()
+    before = tiny.snapshot(tmp_path)
+    words = f"{tmp_path / place}/deep/out lies in {tmp_path / place}, which the run reads; choose another OUT."
+    uptrain("export", run, tmp_path / place / "deep/out").refused(words)
+    assert tiny.snapshot(tmp_path) == before
+
+
+def test_a_folder_beside_those_that_the_run_reads(tmp_path, uptrain):
+    _, run = trained(tmp_path)
+    uptrain("export", run, run / "exported").succeeded()
+
+
+@pytest.mark.parametrize("function", ["find_damage", "make_record"])
+def test_a_checkpoint_that_the_run_removes_meanwhile(tmp_path, uptrain, monkeypatch, function):
+    _, run = trained(tmp_path)
+    newest, real = run / "checkpoints/step-00000004", getattr(export, function)
+    monkeypatch.setattr(export, function, lambda *given: shutil.rmtree(newest) or real(*given))
+    words = f"{newest}: the run removed this checkpoint meanwhile; run the command again."
+    uptrain("export", run, tmp_path / "out").refused(words)
     assert not (tmp_path / "out").exists()
 
 

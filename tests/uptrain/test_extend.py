@@ -10,6 +10,7 @@ import real_runs
 import tiny
 
 from uptrain.data.token_cache import TokenCache
+from uptrain.runs import extend
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,17 @@ def test_refusals(uptrain, tmp_path, settings, steps, words):
     run = fake_runs.write_run(tmp_path / "run", **settings)
     (fake_runs.write_checkpoint(run, 45) / "tensors/0.distcp").write_bytes(b"cut")
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", steps).refused(*words)
+    assert not (tmp_path / "longer").exists()
+
+
+@pytest.mark.parametrize("function", ["find_damage", "read_manifest"])
+def test_a_checkpoint_that_the_run_removes_meanwhile(uptrain, inputs, tmp_path, monkeypatch, function):
+    run, real = tmp_path / "run", getattr(extend, function)
+    uptrain(*real_runs.arguments(inputs, run, steps=5)).succeeded()
+    monkeypatch.setattr(extend, function, lambda path: shutil.rmtree(path) or real(path))
+    uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 6).refused(
+        ": the run removed this checkpoint meanwhile; run the command again."
+    )
     assert not (tmp_path / "longer").exists()
 
 

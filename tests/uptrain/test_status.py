@@ -12,6 +12,7 @@ import time
 import pytest
 from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
 
+import uptrain.commands.status as status_command
 import uptrain.report.status as status_module
 from model.common.console import duration
 from model.common.processes import pid_namespace, process_start
@@ -65,7 +66,7 @@ STATES = {
     ),
     "finished": (
         {"status": "finished", "step": 50, "reason": "finished", "pid": 1},
-        ["finished", "next uptrain export"],
+        ["finished", "next uptrain resume"],  # it has no checkpoint to export
     ),
     "halted": ({"status": "halted", "step": 9, "reason": "3 of the last 100", "pid": 1}, ["halted: 3 of the last 100"]),
     "failed": ({"status": "failed", "step": 9, "reason": "no space", "pid": 1}, ["failed: no space"]),
@@ -234,6 +235,16 @@ def test_damaged_checkpoint(tmp_path, uptrain):
     result = uptrain("status", run, "--verify", "--json")
     assert result.code == 1
     assert [bool(entry["damage"]) for entry in json.loads(result.out)["checkpoints"]] == [False, True]
+
+
+@pytest.mark.parametrize(("newest", "expected"), [
+    ({"kept": False}, "export RUN FOLDER"), ({"kept": False, "damage": ""}, "export RUN FOLDER"),
+    ({"kept": False, "damage": "it has changed"}, "resume RUN"), ({"kept": None}, "resume RUN"),
+])  # fmt: skip
+def test_a_finished_run_with_a_damaged_checkpoint_is_resumed(newest, expected):
+    """`uptrain export` would refuse the newest."""
+    status = {"run": "RUN", "status": "finished", "checkpoints": [{"kept": True, "damage": ""}, newest]}
+    assert status_command._next(status) == [("next", f"uptrain {expected}")]
 
 
 def test_checkpoint_without_a_readable_state(tmp_path, uptrain):

@@ -11,7 +11,9 @@ Runs may be untrusted: file names are checked before the files are opened.
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,17 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path} is damaged ({error!r})"
     return ""
+
+
+@contextmanager
+def explain_removal(checkpoint: Path) -> Iterator[None]:
+    """Raise InputError in place of an error in the block if the run has removed the checkpoint meanwhile."""
+    try:
+        yield
+    except (OSError, InputError) as error:
+        if checkpoint.exists():
+            raise
+        raise InputError(f"{checkpoint}: the run removed this checkpoint meanwhile; run the command again.") from error
 
 
 def read_manifest(checkpoint: Path) -> Checksums:

@@ -8,8 +8,9 @@ import click
 from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.staging import check_room
+from uptrain.checkpoints.files import explain_removal
 from uptrain.distributed.signals import interruptible
-from uptrain.runs.folder import METRICS, Run
+from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.settings import Settings
 from uptrain.training.learning_rate import decay_start
 from uptrain.training.metrics_log import read_metrics, rise_warning
@@ -35,19 +36,22 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
-    from uptrain.runs.make_folder import refuse_existing
+    from uptrain.runs.make_folder import refuse_existing, refuse_inside
 
     content = Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
     settings = content.settings
     refuse_existing(out, "choose another OUT")
+    models = [Path(model) for model in (settings.model, settings.teacher) if model]
+    refuse_inside(out, *models, run / MODEL, run / CHECKPOINTS, advice="choose another OUT")
     from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, stored_size
 
     checkpoint = find_checkpoint(run, step)
     dtype = dtype or default_dtype(settings, run)
-    check_room(out, exported_size(run, checkpoint, dtype))
-    progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
-    with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
-        record = export(run, checkpoint, out, dtype, progress)
+    with explain_removal(checkpoint):
+        check_room(out, exported_size(run, checkpoint, dtype))
+        progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
+        with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
+            record = export(run, checkpoint, out, dtype, progress)
     records = [each for each in read_metrics(run / METRICS) if each["step"] <= record["step"]]
     if warning := rise_warning(records, settings.lr):
         console.warn(warning)

@@ -12,6 +12,8 @@ from model.common.command_options import PathType, json_option
 from model.common.errors import RunError
 from uptrain.report.history import format_recovered
 
+_RESUMABLE = ("not started", "died", "preempted", "finished")
+
 
 @click.command("status")
 @click.argument("run", type=PathType())
@@ -65,11 +67,15 @@ def _tokens(status: dict[str, Any]) -> str:
 
 
 def _next(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what to do with a run that does not train. The reason of one that failed or halted gives advice itself."""
+    """Return what to do with a run that does not train. The reason of one that failed or halted gives advice itself.
+
+    Resuming a finished run whose newest checkpoint is damaged or missing makes it again.
+    """
     run = shlex.quote(status["run"])
-    if status["status"] == "finished":
+    newest = status["checkpoints"][-1] if status["checkpoints"] else None
+    if status["status"] == "finished" and newest and newest["kept"] is not None and not newest.get("damage"):
         return [("next", f"uptrain export {run} FOLDER")]
-    return [("next", f"uptrain resume {run}")] if status["status"] in ("not started", "died", "preempted") else []
+    return [("next", f"uptrain resume {run}")] if status["status"] in _RESUMABLE else []
 
 
 def _status(status: dict[str, Any]) -> str:

@@ -26,6 +26,11 @@ from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 PATIENCE = timedelta(minutes=30)
 """Timeout of collectives. NCCL's default of 10 minutes may be too short to load a model or verify a checkpoint."""
 
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+"""Variables from which accelerate reads the number of processes on CPUs (`PartialState._prepare_backend`)."""
+_FLAGS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
+"""Values that accelerate reads as true or false (`str_to_bool`)."""
+
 
 def has_accelerator() -> bool:
     """Return whether to train on another device than the CPU.
@@ -214,7 +219,7 @@ def _refuse_fsdp_settings() -> None:
 
 
 def check_launcher() -> None:
-    """Raise InputError if WORLD_SIZE is set without the other variables of a launcher, or GPUs are too few.
+    """Raise InputError for variables of a launcher that accelerate would fail or hang with, or if GPUs are too few.
 
     NCCL refuses two processes on a GPU. A process that sees one GPU may have another than its neighbours.
     """
@@ -225,10 +230,29 @@ def check_launcher() -> None:
             f"WORLD_SIZE={n_processes} is set, but not {', '.join(missing)}; start many processes with torchrun or "
             "`accelerate launch`, or one with WORLD_SIZE unset."
         )
+    if missing or not os.environ.get("WORLD_SIZE"):
+        _refuse_leftovers()
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false")
+    if use_cpu.lower() not in _FLAGS:
+        raise InputError(f"the variable ACCELERATE_USE_CPU is {use_cpu!r}, neither true nor false; unset it.")
+    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
+        raise InputError("Megatron-LM is not supported; unset ACCELERATE_USE_MEGATRON_LM.")
     n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if has_accelerator() else 0
     if 1 < n_gpus < n_here:
         raise InputError(
             f"{n_here} processes for {n_gpus} GPUs on this machine; start at most {n_gpus} (GPUS={n_gpus})."
+        )
+
+
+def _refuse_leftovers() -> None:
+    """Raise InputError for a variable that makes accelerate start a process group that no launcher has prepared."""
+    left = [name for name in _SIZES if os.environ.get(name, "1") not in ("-1", "0", "1")]
+    if os.environ.get("LOCAL_RANK", "-1") != "-1":
+        left.insert(0, "LOCAL_RANK")
+    if left:
+        raise InputError(
+            f"{left[0]}={os.environ[left[0]]} is set, but not all variables of a launcher; unset {' and '.join(left)}, "
+            "or start with torchrun or `accelerate launch`."
         )
 
 

@@ -20,7 +20,7 @@ from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RE
 from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
-from uptrain.checkpoints.files import TENSORS, find_damage, list_checkpoints, read_state
+from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.models.trainable_parts import common_dtype
@@ -80,8 +80,11 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
         resume = f"`uptrain resume {shlex.quote(str(run_folder))}`"
         raise InputError(f"{run_folder} has no checkpoint yet; {resume} trains on.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
-    if problem := find_damage(checkpoint):
-        raise InputError(f"{problem}; choose another checkpoint with --step.")
+    with explain_removal(checkpoint):
+        if problem := find_damage(checkpoint):
+            others = ", ".join(str(other) for other, path in checkpoints.items() if path != checkpoint)
+            advice = f" (there are: {others})" if others else ""
+            raise InputError(f"{problem}; choose another checkpoint with --step{advice}.")
     check_same_frozen(run.settings, run.identities)
     return checkpoint
 

@@ -6,7 +6,14 @@ from pathlib import Path
 from model.common.errors import InputError
 from model.common.files import check_name, copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
-from uptrain.checkpoints.files import MANIFEST, find_damage, list_checkpoints, read_manifest
+from uptrain.checkpoints.files import (
+    MANIFEST,
+    explain_removal,
+    find_damage,
+    folder_name,
+    list_checkpoints,
+    read_manifest,
+)
 from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
@@ -38,9 +45,10 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     refuse_existing(out)
     refuse_inside(out, folder, *(Path(model) for model in (run.settings.model, run.settings.teacher) if model))
     branch = branch_step(folder, run)
-    source = list_checkpoints(folder / CHECKPOINTS)[branch]
-    if problem := find_damage(source):
-        raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
+    source = folder / CHECKPOINTS / folder_name(branch)
+    with explain_removal(source):
+        if problem := find_damage(source):
+            raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
     longer = find_data(replace(run.settings, steps=steps), folder)
     first_decay = decay_start(longer.learning_rates)
     assert first_decay is None or first_decay >= branch
@@ -57,7 +65,8 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
         write_metrics(unfinished / METRICS, records)
 
-    make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
+    with explain_removal(source):
+        make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

@@ -53,11 +53,11 @@ def make_folder(
         sync_tree(folder)
 
 
-def refuse_inside(out: Path, *folders: Path | None) -> None:
-    """Raise InputError if `out` lies in one of the folders of models, which a run must not change."""
+def refuse_inside(out: Path, *folders: Path | None, advice: str = "choose another --out") -> None:
+    """Raise InputError if `out` lies in one of the folders that a run reads, which must not change."""
     for folder in folders:
         if folder and lies_in(out, folder):
-            raise InputError(f"{out} lies in {folder}, which the run reads; choose another --out.")
+            raise InputError(f"{out} lies in {folder}, which the run reads; {advice}.")
 
 
 def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
