@@ -27,6 +27,8 @@ MAX_NAME = 255
 """Largest number of bytes in a file name on Linux and macOS file systems."""
 _LOCK_TRIES = 100
 """Attempts to lock a file that another process may remove between opening and locking, which is rare."""
+_WRITING_SECONDS = 3.0
+"""The longest time in which the owner of a new lock writes its name, also on a busy machine."""
 _HASHED_BYTES = 1 << 20
 _BLOCK = 512
 """Bytes of a block of `st_blocks` (POSIX)."""
@@ -335,11 +337,10 @@ def _read(path: Path) -> str:
 
 def _read_owner(path: Path) -> str:
     """Return what a lock's file says of its owner, who may be about to write it."""
-    for _ in range(20):
-        if owner := _read(path):
-            return owner
+    deadline = time.monotonic() + _WRITING_SECONDS
+    while not (owner := _read(path)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return ""
+    return owner
 
 
 def _parse(owner: str) -> tuple[str, int]:
