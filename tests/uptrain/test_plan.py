@@ -202,7 +202,8 @@ def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
 
 def test_text(uptrain, source):
     result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b")
-    assert (result.code, result.err) == (0, "")
+    (warning,) = result.succeeded().err.splitlines()
+    assert warning.startswith("Warning: --original llama-2-7b has another shape than the model")
     words = ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100", "4 x parameters")
     for word in (*words, "8 bytes x trained parameters"):
         assert word in " ".join(result.out.split()), word
@@ -358,9 +359,10 @@ def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family,
 def test_few_steps_of_the_originals_batch(uptrain, source):
     fixed = ("--tokens", "20M", "--original", "llama-2-7b")
     assert plan(uptrain, source, *fixed)["steps"] == 5
-    (warning,) = plan(uptrain, source, *fixed)["warnings"]
+    other, warning = plan(uptrain, source, *fixed)["warnings"]
     assert warning.startswith("the original's batch of 4,194,304 tokens leaves 5 steps")
-    assert plan(uptrain, source, *fixed, "--global-batch-tokens", 131072)["warnings"] == []
+    assert plan(uptrain, source, *fixed, "--global-batch-tokens", 131072)["warnings"] == [other]
+    assert other.startswith("--original llama-2-7b has another shape")
 
 
 def test_vocabularies_that_differ_are_not_planned(uptrain, tmp_path):
