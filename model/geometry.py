@@ -76,8 +76,7 @@ class ModelSizes:
 def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
     """Return the sizes of a model. Raises CheckpointError as `read_geometry` does."""
     config = checkpoint.config
-    norm = read_latent_norm(config)
-    if norm is None:
+    if read_latent_norm(config) is None:
         geometry = read_geometry(checkpoint)
         return ModelSizes(
             geometry.n_layers, geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size

@@ -238,7 +238,7 @@ class Staging:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes OUT at the end of the block, and is removed if the block fails.
 
-    A killed block is not resumed: use it where the work is short. Raises CheckpointError as `Staging` does.
+    After a kill, the work begins again. Raises CheckpointError as `Staging` does.
     """
     with Staging(out) as staging:
         staging.open(uuid4().hex)

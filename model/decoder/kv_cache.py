@@ -22,7 +22,7 @@ class LayerCache:
         self.k_BGRD, self.v_BGRD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
     def grow(self, room: int) -> None:
-        """Make room for so many tokens. It is zero: a weight of zero does not remove a NaN."""
+        """Make room for so many tokens. New room is zero: a weight of zero does not remove a NaN."""
         self.k_BGRD, self.v_BGRD = (_grown(old_BGRD, room) for old_BGRD in (self.k_BGRD, self.v_BGRD))
 
     def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

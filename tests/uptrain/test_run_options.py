@@ -233,7 +233,7 @@ def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
     tiny.save(tiny.build(vocab_size=real_runs.VOCAB, num_key_value_heads=1, num_hidden_layers=1), smaller)
     fixed = ("plan", merged, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
     warning = (
-        f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8: the teacher was converted"
+        f"Warning: the teacher {other} has 1 K/V heads, but the parent of {merged} had 8 K/V heads: the teacher was"
     )
     for teacher, warns in ((other, True), (inputs["parent"], False), (smaller, False)):
         given = {**inputs, "model": merged, "parent": teacher}

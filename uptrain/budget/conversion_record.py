@@ -55,12 +55,10 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
         return None
     if theirs.latent is None and theirs.n_kv_heads >= heads:
         return None
-    found, had = (
-        ("latent attention", f"{heads} K/V heads") if theirs.latent else (f"{theirs.n_kv_heads} K/V heads", f"{heads}")
-    )
+    found = "latent attention" if theirs.latent else f"{theirs.n_kv_heads} K/V heads"
     return (
-        f"the teacher {teacher} has {found}, but the parent of {model} had {had}: the teacher "
-        "was converted too. The parent is usually the better teacher."
+        f"the teacher {teacher} has {found}, but the parent of {model} had {heads} K/V heads: the teacher was "
+        "converted too. The parent is usually the better teacher."
     )
 
 

@@ -70,7 +70,7 @@ def make_plan(
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
-    _check_heads(model, teacher)
+    _check_heads_and_vocabularies(model, teacher)
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
@@ -137,7 +137,7 @@ def make_plan(
     }
 
 
-def _check_heads(model: Path, teacher: Path | None) -> None:
+def _check_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
     """Raise InputError for models that `uptrain run` refuses: without a head, of other vocabularies or formats."""
     folders = [model, *([teacher] if teacher else [])]
     sizes = [read_config(folder)[1].get("vocab_size") for folder in folders]

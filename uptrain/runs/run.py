@@ -139,7 +139,7 @@ def _is_finished(folder: Path) -> bool:
 
 @contextmanager
 def _device_errors_as_run_error(accelerator: Accelerator) -> Iterator[None]:
-    """Raise RunError, or RankError in one of many processes, where memory lacks for the models or a GPU fails."""
+    """Raise RunError, or RankError in one of many processes, if the models do not fit into memory or a GPU fails."""
     try:
         yield
     except Exception as error:
