@@ -56,8 +56,6 @@ class Parent:
     precision: str = "fp32"
     compile: bool = False
     """Whether to train with --compile."""
-    extends: str = ""
-    """The plan, in the same --work, whose parents are trained on to `tokens` (`uptrain extend`), not from scratch."""
     seeds: tuple[int, ...] = (0,)
     families: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name → keys of config.json beside those of `model`. Each is a parent of its own, called by its name."""

@@ -22,14 +22,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.installed import gguf_file
 from scripts.study import programs
-from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary, find_plan, read_plan
+from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
 
 OUTSIDE = ("model", "seq_len", "windows", "kv_heads", "text_kinds")
 """Fields of an outside parent that its folder depends on."""
@@ -106,7 +106,7 @@ def check_home(workspace: Workspace) -> None:
         raise PlanError(f"the plan {plan.name} needs the program lm_eval in PATH; pip install lm_eval[hf] brings it.")
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
-    for key in ("families", "compile", "extends"):  # earlier folders lack these keys
+    for key in ("families", "compile"):  # earlier folders lack these keys
         if not wanted["parent"][key]:
             del wanted["parent"][key]
     _check_record(workspace.home, wanted)
@@ -324,22 +324,10 @@ def _as_text(document: dict[str, Any], tokenizer: Any) -> str:
     return "".join(f"{turn['role'].title()}: {turn['content']}\n\n" for turn in document["messages"])
 
 
-def _check_extends(plan: Plan) -> None:
-    """Raise PlanError unless the plan's parents differ from those they continue only in their tokens and number."""
-    shorter = read_plan(find_plan(plan.parent.extends)).parent
-    same = replace(plan.parent, tokens=shorter.tokens, extends=shorter.extends, seeds=shorter.seeds)
-    if same != shorter:
-        raise PlanError(f"{plan.name} extends the parents of {plan.parent.extends}, which have other settings.")
-
-
 def train_parent(workspace: Workspace, seed: int, variant: str) -> None:
     parent, home, run = workspace.plan.parent, workspace.home, workspace.run(seed, variant)
     if (run / "run.json").is_file():
         programs.train(run, "resume", run)
-    elif parent.extends:
-        _check_extends(workspace.plan)
-        shorter = workspace.work / parent.extends / run.name
-        programs.train(run, "extend", shorter, "--tokens", parent.tokens, "--out", run)
     else:
         options = (
             "--tokens", parent.tokens, "--global-batch-tokens", parent.global_batch_tokens,

@@ -248,23 +248,6 @@ def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
     assert ["uptrain", "resume", str(run)] in stand_in
 
 
-def test_parents_of_another_plan_are_trained_on(study, stand_in, tmp_path):
-    path = tmp_path / "longer.toml"
-    path.write_text(SMOKE.read_text().replace("[parent]\n", '[parent]\nextends = "smoke"\n', 1))
-    start(study, "--plan", path, "--work", tmp_path)
-    tokens = study[1].read_plan(path).parent.tokens
-    shorter, longer = (str(tmp_path / name / "parent-0") for name in ("smoke", "longer"))
-    assert ["uptrain", "extend", shorter, "--tokens", tokens, "--out", longer] in stand_in
-    assert not [words for words in stand_in if "--init" in words]
-    path.write_text(path.read_text().replace("micro_batch = ", "micro_batch = 1", 1))
-    shutil.rmtree(tmp_path / "longer")
-    result = start(study, "--plan", path, "--work", tmp_path)
-    assert (result.exit_code, "longer extends the parents of smoke, which have other settings" in result.output) == (
-        2,
-        True,
-    )
-
-
 def test_models_from_nothing(study, stand_in, tmp_path):
     """They are trained as the parent is, with fewer K/V heads, and measured as a start."""
     start(study, "--plan", "smoke", "--work", tmp_path)
