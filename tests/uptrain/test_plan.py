@@ -171,6 +171,25 @@ def test_a_micro_batch_is_not_larger_than_a_step(uptrain, source, processes, win
     assert "--micro-batch 4 " in memory["fitting"]["1"]["command"]
 
 
+def test_a_chosen_micro_batch_and_rank(uptrain, source):
+    given = (source, "--steps", 20, "--global-batch-tokens", 2048, "--seq-len", 512, "--lr", 1e-3)
+    default, chosen = (plan(uptrain, *given, *size)["memory"] for size in ((), ("--micro-batch", 2)))
+    assert (default["micro_batch_tokens"], chosen["micro_batch_tokens"]) == (2048, 1024)
+    assert 2 * chosen["all"]["activations_bytes"] == default["all"]["activations_bytes"]
+    assert plan(uptrain, *given, "--micro-batch", 8)["memory"]["micro_batch_tokens"] == 2048  # as many as a step has
+    fitting = plan(uptrain, *given, "--micro-batch", 2, "--memory", "1GB")["memory"]["fitting"]
+    assert {n: fit["micro_batch_tokens"] for n, fit in fitting.items()} == {"1": 1024, "2": 1024, "4": 512}
+
+    lora = (*given, "--trainable", "lora")
+    trained = [plan(uptrain, *lora, *rank)["memory"]["lora"]["masters_bytes"] for rank in ((), ("--lora-rank", 8))]
+    assert trained[0] == 2 * trained[1]
+    command = " ".join(uptrain("plan", *lora, "--lora-rank", 8, "--micro-batch", 2).out.replace("\\\n", " ").split())
+    assert "--trainable lora --lora-rank 8 --micro-batch 2 --data CACHE" in command
+    command = " ".join(uptrain("plan", *lora, "--lora-rank", 8, "--memory", "1GB").out.replace("\\\n", " ").split())
+    assert command.split("Next:")[1].count("--lora-rank 8") == 1
+    uptrain("plan", *given, "--lora-rank", 8).refused("--lora-rank is for --trainable lora, not all")
+
+
 def test_memory_of_the_parts_side_by_side(uptrain, source):
     result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]

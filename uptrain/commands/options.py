@@ -10,7 +10,7 @@ import click
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, add_options
 from model.common.errors import InputError
-from uptrain.models.trainable_choices import TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
@@ -81,6 +81,18 @@ def parse_machine_shard(text: str) -> "MachineShard":
 def max_minutes_option(help: str) -> Callable[[Command], Command]:
     """Return the option `--max-minutes`, after which a run saves and stops."""
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
+
+
+micro_batch_option = click.option(
+    "--micro-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a "
+    "step, or fewer that fit the device]",
+)
+lora_rank_option = click.option(
+    "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
+)
 
 
 def budget_options(command: Command) -> Command:

@@ -20,6 +20,8 @@ from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
     ModelFolder,
     budget_options,
+    lora_rank_option,
+    micro_batch_option,
     optimizer_option,
     schedule_options,
     seq_len_option,
@@ -61,7 +63,9 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
     help="Number of devices to train on.",
 )
 @trainable_option
+@lora_rank_option
 @optimizer_option
+@micro_batch_option
 @click.option(
     "--memory",
     type=SizeType(least=10**4),
@@ -136,7 +140,7 @@ def _next_command(plan: dict[str, Any]) -> str:
         if fit is None:
             return f"  nothing fits {n} device{'' if n == 1 else 's'} of {size(context.params['memory'])}"
         parts = re.split(" (?=--)", fit["command"])
-        covered |= {"teacher", "trainable", "optimizer", "seq_len"}
+        covered |= {"teacher", "trainable", "lora_rank", "optimizer", "micro_batch", "seq_len"}
     else:
         parts = [f"{program_on(n)} run {shlex.quote(plan['model'])}"]
     for parameter in context.command.params:

@@ -14,14 +14,15 @@ from uptrain.checkpoints.files import DEFAULT_KEEP_LAST
 from uptrain.commands.options import (
     ModelFolder,
     budget_options,
+    lora_rank_option,
     max_minutes_option,
+    micro_batch_option,
     optimizer_option,
     schedule_options,
     seq_len_option,
     trainable_option,
 )
 from uptrain.distributed.signals import stop_request
-from uptrain.models.trainable_choices import DEFAULT_RANK
 from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
 from uptrain.training.losses import LOSSES
 
@@ -141,9 +142,7 @@ def _check_no_nul(text: str) -> str:
     "of both.  [default: distill with a teacher, else next-token]",
 )
 @trainable_option
-@click.option(
-    "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
-)
+@lora_rank_option
 @optimizer_option
 @click.option(
     "--weight-decay",
@@ -159,13 +158,7 @@ def _check_no_nul(text: str) -> str:
     help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU that has "
     "it (Ampere or newer), else fp32]",
 )
-@click.option(
-    "--micro-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a "
-    "step, or fewer that fit the device]",
-)
+@micro_batch_option
 @click.option(
     "--seed",
     type=click.IntRange(min=0),

@@ -31,7 +31,7 @@ from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, Me
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 
@@ -60,7 +60,9 @@ def make_plan(
     warmup_steps: int | None,
     teacher: Path | None,
     trainable: str | None = None,
+    lora_rank: int | None = None,
     optimizer: str = "adamw",
+    micro_batch: int | None = None,
     processes: int = 1,
     memory: int | None = None,
 ) -> dict[str, Any]:
@@ -75,9 +77,10 @@ def make_plan(
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
         part_pattern(trainable, checkpoint.config)
+        rank = adapter_rank(lora_rank, trainable) or DEFAULT_RANK
         budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
     budget.check_schedule(schedule)
-    estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer)
+    estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer, lora_rank=rank)
     n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
     if n_windows % processes:
@@ -85,7 +88,7 @@ def make_plan(
             f"a step of {n_windows} windows of {length} tokens cannot be divided evenly among {processes} processes; "
             "change --global-batch-tokens or --processes."
         )
-    micro_batch = default_micro_batch(length, n_windows // processes)
+    n_at_once = min(micro_batch or default_micro_batch(length), n_windows // processes)
     numbers = sorted({*DEVICES, processes})
     divisors = [n for n in numbers if n_windows % n == 0]
     warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
@@ -119,12 +122,13 @@ def make_plan(
         "learning_rates": learning_rates(plan_schedule),
         "default_peaks": _default_peaks(budget, method) if options.lr is None else None,
         "memory": {
-            **{part: _memory(estimator, part, micro_batch, numbers) for part in TRAINABLE},
-            "micro_batch_tokens": micro_batch * length,
+            **{part: _memory(estimator, part, n_at_once, numbers) for part in TRAINABLE},
+            "micro_batch_tokens": n_at_once * length,
             "least_micro_batch_tokens": length,
             "optimizer": optimizer,
             "formula": MEMORY_FORMULA,
-            "fitting": memory and _fitting(estimator, trainable, memory, n_windows, divisors, str(model), teacher),
+            "fitting": memory
+            and _fitting(estimator, trainable, memory, micro_batch, n_windows, divisors, str(model), teacher),
         },
         "time": {
             **{part: _time(estimator, part, budget.tokens, processes) for part in TRAINABLE},
@@ -213,6 +217,7 @@ def _fitting(
     estimator: MemoryEstimator,
     trainable: str,
     memory: int,
+    micro_batch: int | None,
     n_windows: int,
     numbers: list[int],
     model: str,
@@ -220,7 +225,7 @@ def _fitting(
 ) -> dict[str, dict[str, Any] | None]:
     """Return, by the number of devices, the first command that fits into their memory; None where none does.
 
-    The part `trainable` is tried first, then smaller ones.
+    The part `trainable` is tried first, then smaller ones. `micro_batch`: the only one to try, in windows; None: any.
     """
 
     def describe(chosen: MemoryOptions, n: int) -> dict[str, Any]:
@@ -233,7 +238,9 @@ def _fitting(
         }
 
     parts = TRAINABLE[TRAINABLE.index(trainable) :]
-    fitting = {n: first_that_fits(estimator, parts, memory, n_windows // n, n) for n in numbers}
+    fitting = {
+        n: first_that_fits(estimator, parts, memory, n_windows // n, n, micro_batch=micro_batch) for n in numbers
+    }
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
 
 

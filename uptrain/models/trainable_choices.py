@@ -1,6 +1,15 @@
 """The choices of `--trainable`, in a module of their own so that the command line starts without numpy and torch."""
 
+from model.common.errors import InputError
+
 TRAINABLE = ("all", "attention", "kv", "lora")
 """Choices of `--trainable`, in the order in which they are tried where memory is short."""
 DEFAULT_RANK = 16
 """Rank of the adapters of `--trainable lora`."""
+
+
+def adapter_rank(chosen: int | None, part: str) -> int:
+    """Return the rank of the adapters, 0 for parts without. Raises InputError for a chosen rank that is not used."""
+    if chosen and part != "lora":
+        raise InputError(f"--lora-rank is for --trainable lora, not {part}; leave one of the two out.")
+    return (chosen or DEFAULT_RANK) if part == "lora" else 0

@@ -17,7 +17,7 @@ from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
-from uptrain.models.trainable_choices import DEFAULT_RANK
+from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.learning_rate import WSD_DECAY_FRACTION, default_warmup
@@ -44,9 +44,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
     config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
     trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
-    if options.lora_rank and trainable != "lora":
-        raise InputError(f"--lora-rank is for --trainable lora, not {trainable}; leave one of the two out.")
-    rank = (options.lora_rank or DEFAULT_RANK) if trainable == "lora" else 0
+    rank = adapter_rank(options.lora_rank, trainable)
     if problem := rate_problem(options.budget, options.optimizer):
         raise InputError(problem)
     method = merge_method(folder) if options.model else None
