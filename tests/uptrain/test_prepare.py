@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -390,6 +391,29 @@ def test_mixture(make, tmp_path, tokens, n):
     got = [source["tokens"] for source in cache.manifest.sources]
     assert all(abs(count - n * weight) < 1 for count, weight in zip(got, weights, strict=True))
     assert [source["weight"] for source in cache.manifest.sources] == list(weights)
+
+
+def test_tokens_that_weights_leave_out(uptrain, tokenizer, tmp_path):
+    few, many = (write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in make_texts(20 * i, i)]) for i in (1, 9))
+    fixed = ("prepare", "--tokenizer", tokenizer, "--seq-len", 16, "--out")
+    result = uptrain(*fixed, tmp_path / "mixed", "--data", f"{few}=1", "--data", f"{many}=1", "--json").succeeded()
+    left, available = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:of all|are left)", result.err)
+    )
+    both = json.loads(uptrain(*fixed, tmp_path / "both", "--data", few, "--data", many, "--json").succeeded().out)
+    assert available == both["tokens"] and left == available - json.loads(result.out)["tokens"] > 0
+    assert result.err.startswith(f"Warning: all tokens of --data {few} are taken, and ")
+    some = uptrain(*fixed, tmp_path / "some", "--data", f"{few}=1", "--data", f"{many}=1", "--tokens", 99, "--json")
+    assert not some.succeeded().err
+
+
+def test_a_file_that_is_named_twice(uptrain, tokenizer, tmp_path):
+    (tmp_path / "texts").mkdir()
+    file = write_jsonl(tmp_path / "texts/a.jsonl", [{"text": "one"}])
+    (tmp_path / "link.jsonl").symlink_to(file)
+    fixed = ("prepare", "--tokenizer", tokenizer, "--seq-len", 16, "--out", tmp_path / "out", "--data", file)
+    for other in (file, file.parent, tmp_path / "link.jsonl"):
+        uptrain(*fixed, "--data", other).refused(f"--data {file} and --data {other} both hold {file}; name each file")
 
 
 def test_paths_with_equals_signs(make, tmp_path, expected):

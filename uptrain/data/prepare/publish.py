@@ -13,7 +13,7 @@ from model.common import console
 from model.common.files import file_sha256, sync_file, write_file
 from model.common.staging import Staging
 from uptrain.data.prepare.build import CacheBuild, check_bad
-from uptrain.data.prepare.quotas import Records, finalise_quotas
+from uptrain.data.prepare.quotas import Records, finalise_quotas, left_out_warning
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_identity
@@ -43,11 +43,10 @@ def publish(
 ) -> Manifest:
     """Turn the staging folder into the cache. Raises InputError if tokens are too few or a source has changed."""
     records, staging = build.records, build.staging
-    taken = [
-        pair
-        for source_quota in finalise_quotas(build.source_quotas, n_tokens, records)
-        for pair in source_quota.taken(records)
-    ]
+    source_quotas = finalise_quotas(build.source_quotas, n_tokens, records)
+    if n_tokens is None and (warning := left_out_warning(source_quotas, records)):
+        console.warn(warning)
+    taken = [pair for source_quota in source_quotas for pair in source_quota.taken(records)]
     check_bad((records[unit.number] for unit, _ in taken), build.skip_bad, at_end=True)
     if n_other := sum(records[unit.number].other_labels for unit, _ in taken):
         console.warn(

@@ -123,6 +123,19 @@ def _largest(source_quota: SourceQuota, records: Records) -> int:
     return math.floor(source_quota.n_finished(records) / source_quota.weight)
 
 
+def left_out_warning(source_quotas: list[SourceQuota], records: Records) -> str | None:
+    """Return a warning if a mixture, which is as large as its sources allow, leaves out a hundredth of the tokens."""
+    available = sum(source_quota.n_finished(records) for source_quota in source_quotas)
+    left = available - sum(source_quota.quota or source_quota.n_finished(records) for source_quota in source_quotas)
+    if left < available / 100:
+        return None
+    first = min(source_quotas, key=lambda source_quota: _largest(source_quota, records))
+    return (
+        f"all tokens of {first.name} are taken, and {left:,} of all {available:,} are left out to keep the weights. "
+        "With a smaller weight of that source, fewer are left out."
+    )
+
+
 def _why_empty(source_quota: SourceQuota, records: Records) -> str:
     finished = [records[unit.number] for unit in source_quota.units if unit.number in records]
     n_records = sum(record.n_records for record in finished)

@@ -4,6 +4,7 @@ PATH or hub:NAME…     a text
 …=WEIGHT              a text with its weight
 """
 
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -40,7 +41,21 @@ def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
         raise InputError(
             f"{option} {bare} has no weight, but others have; give all of them one (PATH=WEIGHT), or none."
         )
+    _check_named_once(sources, option)
     return sources
+
+
+def _check_named_once(sources: list[Source], option: str) -> None:
+    """Raise InputError if two sources hold the same file, which would then be trained on twice as often."""
+    named: dict[str, str] = {}
+    for source in sources:
+        for file in dict.fromkeys(map(os.path.realpath, source.text.files)):
+            if file in named:
+                raise InputError(
+                    f"{option} {named[file]} and {option} {source.text.name} both hold {file}; name each file once. "
+                    "Weights (PATH=WEIGHT) set how often a source is seen."
+                )
+            named[file] = source.text.name
 
 
 def _split_weight(text: str, option: str) -> tuple[str, Fraction | None]:
