@@ -18,5 +18,5 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 hangup=SIGHUP,
 if { sh -c 'kill -HUP $$'; } 2>/dev/null; then hangup=; fi # ignored: the shell has survived
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,${hangup}SIGQUIT,SIGUSR1
-exec accelerate launch --config_file "$configs/ddp.yaml" --num_processes "$PROCESSES" \
+exec python -m uptrain.distributed.launcher --config_file "$configs/ddp.yaml" --num_processes "$PROCESSES" \
     --main_process_port 0 -m uptrain "$@"

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,14 +51,17 @@ def shell(tmp_path):
 
     variables = "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $PET_SIGNALS_TO_HANDLE"
     stand_in("nproc", "echo 13")
-    stand_in("accelerate", f'echo "accelerate {variables}"; echo $OMP_NUM_THREADS > $0.threads; printf "%s\\n" "$@"')
+    launcher = f'echo "launcher {variables}"; echo $OMP_NUM_THREADS > $0.threads; shift 2; printf "%s\\n" "$@"'
     stand_in(
         "srun",
         'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; '
         "exit ${CODE:-1}",
     )
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi')
-    stand_in("python", 'case $2 in *device_count*) echo 3;; *) printf "%s\\n" python "$@";; esac')
+    stand_in(
+        "python",
+        f'case $2 in *device_count*) echo 3;; *.launcher) {launcher};; *) printf "%s\\n" python "$@";; esac',
+    )
 
     def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
         environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
@@ -77,9 +81,9 @@ def shell(tmp_path):
 def test_multi_gpu(shell, variables, layout, gpus):
     code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", **variables)
     assert code == 0
-    assert lines[:3] == [f"accelerate 600 {SIGNALS}", "launch", "--config_file"]
-    assert Path(lines[3]) == SCRIPTS / f"launch/accelerate/{layout}.yaml"
-    assert lines[4:] == [
+    assert lines[:2] == [f"launcher 600 {SIGNALS}", "--config_file"]
+    assert Path(lines[2]) == SCRIPTS / f"launch/accelerate/{layout}.yaml"
+    assert lines[3:] == [
         "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
     ]  # fmt: skip
 
@@ -89,7 +93,7 @@ def test_multi_gpu(shell, variables, layout, gpus):
 ])  # fmt: skip
 def test_processes_on_cpus_divide_the_cores(shell, tmp_path, processes, given, expected):
     shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=processes, OMP_NUM_THREADS=given)
-    assert (tmp_path / "bin/accelerate.threads").read_text().strip() == expected
+    assert (tmp_path / "bin/python.threads").read_text().strip() == expected
 
 
 @pytest.mark.parametrize("layout", [{}, {"LAYOUT": "ddp"}])
@@ -106,9 +110,9 @@ def test_multi_gpu_without_a_gpu(shell):
 def test_multi_cpu(shell):
     code, lines = shell("uptrain_multi_cpu.sh", "run", "my model", PROCESSES="3")
     assert code == 0
-    assert lines[0] == f"accelerate 600 {SIGNALS}"
-    assert Path(lines[3]) == SCRIPTS / "launch/accelerate/ddp.yaml"
-    assert lines[4:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
+    assert lines[0] == f"launcher 600 {SIGNALS}"
+    assert Path(lines[2]) == SCRIPTS / "launch/accelerate/ddp.yaml"
+    assert lines[3:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
     code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES="")
     assert code != 0
     assert not lines
@@ -126,6 +130,28 @@ def test_multi_cpu_starts_two_processes(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert real_runs.events(out, "started")[0]["processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "line"),
+    [
+        ("rank == 0 and sys.exit('Error: no such file.') or time.sleep(60)", 1, "Error: no such file."),
+        ("sys.exit(2)", 2, ""),
+        ("rank == 1 and os.kill(os.getpid(), 9) or time.sleep(60)", 1, "Error: process 1 was ended by SIGKILL; if "),
+        ("rank == 0 and os.kill(os.getppid(), 15) or time.sleep(60)", 143, ""),
+    ],
+)
+def test_the_launcher_ends_as_the_process_that_failed(tmp_path, action, code, line):
+    """Without a traceback of its own, which would hide the line of the process."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{action}\n")
+    options = ("--config_file", SCRIPTS / "launch/accelerate/ddp.yaml", "--num_processes", 2, "--main_process_port", 0)
+    command = [sys.executable, "-m", "uptrain.distributed.launcher", *map(str, options), script]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=SCRIPTS.parent)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert any(given.startswith(line) for given in result.stderr.splitlines()), result.stderr
 
 
 JOB = {
