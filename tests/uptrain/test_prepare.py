@@ -106,7 +106,22 @@ def test_ids_are_those_of_transformers(make, source, tmp_path, bos, eos):
 
 def test_special_tokens_written_out_in_a_text(tokenizer):
     texts = ["a </s>", "</s>", "<s> b", " "]
-    assert Encoder(load_tokenizer(tokenizer)).ids(texts) == expected_documents(tokenizer, texts)
+    expected = expected_documents(tokenizer, texts)
+    assert expected[2][0] == expected[2][1]
+    del expected[2][0]  # a beginning of text that the text already has
+    assert Encoder(load_tokenizer(tokenizer)).ids(texts) == expected
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_what_a_chat_template_has_written_is_not_added_again(tmp_path, bos):
+    """By `apply_chat_template(tokenize=False)`: a beginning of text, and the line break after the end of a turn."""
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path, bos=bos))
+    texts = [("<s>" * bos + text) for text in ("one</s>\n", "one</s> \n", "one</s>\ntwo", "</s>\n\n\n\n", "one")]
+    end = tokenizer.eos_token_id
+    alone = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert all(ids[0] == tokenizer.bos_token_id for ids in alone if bos)
+    more = [ids if i < 2 else [*ids, end] for i, ids in enumerate(alone)]
+    assert Encoder(load_tokenizer(tmp_path)).ids(texts) == more
 
 
 def test_large_vocabulary_is_32_bit(make, tmp_path):

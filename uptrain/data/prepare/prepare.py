@@ -25,7 +25,7 @@ from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
 from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache, id_dtype
 
-UNITS_FORMAT = 2
+UNITS_FORMAT = 3
 """Version of the content of work units. Increase it with each change, so that units of old versions are not reused."""
 
 

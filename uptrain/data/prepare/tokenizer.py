@@ -1,7 +1,8 @@
 """Load the tokenizer of a Hugging Face folder, and encode documents.
 
 A document's ids are the tokenizer's own output, including the special tokens that it adds. If the tokenizer has an
-end-of-sequence token, it is appended to ids that do not end with it.
+end-of-sequence token, it is appended to ids that do not end with it. What a chat template has written into a text is
+not added again: special tokens at its start, and an end-of-sequence token with white space after it.
 """
 
 import hashlib
@@ -14,6 +15,9 @@ from tokenizers import Tokenizer as Backend
 from model.common.errors import InputError
 from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
 from model.common.tokenizer_errors import refusing_tokenizer_errors
+
+MOST_WHITE_SPACE = 2
+"""Tokens of white space that may follow an end-of-sequence token in a text."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,29 @@ class Encoder:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.splits_special
         self._eos_id = tokenizer.eos_id
+        self._start = self._added_at_start()
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the list may be empty. Raises InputError if the tokenizer cannot encode one."""
         with refusing_tokenizer_errors("the tokenizer cannot encode the text"):
             ids_of_texts = [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
-        if self._eos_id is not None:
-            for ids in ids_of_texts:
-                if not ids or ids[-1] != self._eos_id:
-                    ids.append(self._eos_id)
+        for ids in ids_of_texts:
+            n = len(self._start)
+            if n and ids[:n] == ids[n : 2 * n] == self._start:
+                del ids[:n]
+            if self._eos_id is not None and not self._is_ended(ids):
+                ids.append(self._eos_id)
         return ids_of_texts
+
+    def _added_at_start(self) -> list[int]:
+        """Return the special tokens that the tokenizer puts before a text."""
+        alone, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        return whole[: next(starts, 0)]
+
+    def _is_ended(self, ids: list[int]) -> bool:
+        """Return whether nothing but white space follows an end-of-sequence token: ChatML writes a line break there."""
+        for n in range(min(MOST_WHITE_SPACE, len(ids) - 1) + 1):
+            if ids and ids[-1 - n] == self._eos_id:
+                return not self._backend.decode(ids[len(ids) - n :], skip_special_tokens=False).strip()
+        return False
