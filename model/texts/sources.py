@@ -18,7 +18,7 @@ from typing import Any
 from model.common.errors import InputError
 from model.common.files import check_name, home_problem, is_plain_name
 from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
-from model.texts import READERS, compressed, find_reader, format_of, jsonl
+from model.texts import NEED_PYARROW, READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
 
 ARROW = "arrow"
@@ -119,16 +119,23 @@ def _holds_records(path: str) -> bool:
     return jsonl.holds_records(path)
 
 
-def _visible_files(folder: Path, within: tuple[Path, ...] = ()) -> Iterator[Path]:
+def _visible_files(folder: Path) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, in order, also behind links; hidden ones are left out.
 
-    Raises InputError for a subfolder that cannot be read, or is a link to one of those `within` which it lies.
+    Raises InputError for a subfolder that cannot be read, or that links give a second path.
     """
-    here = folder.resolve()
-    if here in within:
-        raise InputError(f"{folder} is a link to a folder that contains it; remove the link.")
-    if len(within) > MAX_LEVELS:
-        raise InputError(f"{within[0]} holds folders more than {MAX_LEVELS} levels deep; move them elsewhere.")
+    return _files_below(folder, 0, {})
+
+
+def _files_below(folder: Path, level: int, seen: dict[Path, Path]) -> Iterator[Path]:
+    """Yield the files of a folder; `seen` holds the path of each folder by its real path."""
+    real = folder.resolve()
+    if real in seen:
+        raise InputError(f"{folder} and {seen[real]} are one folder; remove the link.")
+    seen[real] = folder
+    if level > MAX_LEVELS:
+        top = next(iter(seen.values()))
+        raise InputError(f"{top} holds folders more than {MAX_LEVELS} levels deep; move them elsewhere.")
     try:
         entries = [(path, path.is_dir()) for path in sorted(folder.iterdir())]
     except OSError as error:
@@ -137,7 +144,7 @@ def _visible_files(folder: Path, within: tuple[Path, ...] = ()) -> Iterator[Path
         if path.name.startswith("."):
             continue
         if is_folder:
-            yield from _visible_files(path, (*within, here))
+            yield from _files_below(path, level + 1, seen)
         else:
             yield path
 
@@ -161,6 +168,8 @@ def _check_readable(files: tuple[str, ...]) -> tuple[str, ...]:
             raise InputError(f"{file} cannot be read: {'no permission' if Path(file).exists() else 'it is missing'}.")
         if not Path(file).is_file():
             raise InputError(f"{file} is not a regular file (a pipe or a device); write the data to a file first.")
+        if format_of(file) in NEED_PYARROW:
+            check_name(Path(file), "a Parquet or Arrow file")  # pyarrow takes no other names
         if is_lfs_pointer(Path(file)):
             raise InputError(f"{file} is a git-lfs pointer, not the text itself; run `git lfs pull` in its folder.")
         if compressed.is_compressed(file):

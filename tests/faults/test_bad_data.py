@@ -317,7 +317,8 @@ def test_a_folder_of_texts_with_links(prepare, tmp_path):
     assert json.loads((tmp_path / "out/manifest.json").read_text())["n_documents"] == 10
     for name, make, words in (
         ("b.jsonl", lambda path: path.symlink_to("/nowhere"), "b.jsonl cannot be read: it is missing"),
-        ("loop", lambda path: path.symlink_to("."), "loop is a link to a folder that contains it"),
+        ("loop", lambda path: path.symlink_to("."), f"{folder}/loop and {folder} are one folder; remove the link"),
+        ("twice", lambda path: path.symlink_to("part"), f"{folder}/twice and {folder}/part are one folder"),
     ):
         make(folder / name)
         prepare(folder).refused(words)
@@ -331,6 +332,14 @@ def test_folders_within_folders(prepare, tmp_path):
     prepare(folder).succeeded()
     (folder / "/".join("a" * 65)).mkdir()
     prepare(folder).refused(f"{folder} holds folders more than 64 levels deep; move them elsewhere")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_name_that_pyarrow_does_not_take(prepare, tmp_path, suffix):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / os.fsdecode(b"caf\xe9." + suffix.encode())).write_bytes(b"PAR1")
+    prepare(folder).refused(r"caf\xe9." + suffix, "has a name that is not UTF-8; rename it")
 
 
 def test_out_that_cannot_be_read(prepare, tmp_path):

@@ -337,6 +337,20 @@ def test_shards_of_several_machines_join(make, source, tmp_path, tokens):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_shards_join_through_a_link(make, source, tmp_path):
+    """OUT is a link to a folder that does not exist yet, as on another disk."""
+    alone = snapshot(make(source, out="alone"))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk/cache")
+    with pytest.raises(InputError, match="not a token cache"):
+        make(source, options=("--shard", "1/1"))
+    (inode,) = {path.stat().st_ino for path in (tmp_path / "disk").glob(".cache.shard-*/folder/tokens-00000.bin")}
+    joined = make(source)
+    assert snapshot(joined) == alone
+    assert (joined.folder / "tokens-00000.bin").stat().st_ino == inode
+    assert not list((tmp_path / "disk").glob(".*")) and not list(tmp_path.glob(".*"))
+
+
 def test_shards_of_other_files_do_not_join(make, source, tmp_path):
     """They would be tokenised again here, and the work of the other machine removed."""
     run_share(make, source, tmp_path, "all", "2/3")

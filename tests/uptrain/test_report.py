@@ -165,6 +165,21 @@ def test_a_picture_of_something_else_stays(tmp_path, uptrain):
     assert (tmp_path / "paper.png").read_text() == "mine"
 
 
+def test_a_page_of_something_else_stays(tmp_path, uptrain):
+    run, page = write_run(tmp_path / "run", [step(1)]), tmp_path / "paper.html"
+    page.write_text("<!doctype html>mine")
+    (tmp_path / "paper.png").write_text("mine")
+    uptrain("report", run, "--out", page).refused("paper.html exists, and is no report; choose another name")
+    assert page.read_text() == "<!doctype html>mine" and (tmp_path / "paper.png").read_text() == "mine"
+    (tmp_path / "folder.html").mkdir()
+    uptrain("report", run, "--out", tmp_path / "folder.html").refused("folder.html exists, and is no report")
+    assert not (tmp_path / "folder.png").exists()
+    (tmp_path / "paper.png").unlink()
+    page.unlink()
+    for _ in range(2):
+        uptrain("report", run, "--out", page).succeeded()
+
+
 def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     run = write_run(tmp_path / "run", STEPS)
     uptrain("report", run).succeeded()

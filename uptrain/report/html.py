@@ -12,6 +12,8 @@ from model.common.counts import format_count
 from model.common.printable import printable
 from uptrain.report.history import History, format_loss, format_recovered
 
+GENERATOR = '<meta name="generator" content="Groupwise">'
+"""What tells a report from other pages."""
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --muted: #6e6e73; --line: #d9d9de; --page: #ffffff;
   --series-0: #0072b2; --series-1: #d55e00; --series-2: #009e73; --series-3: #cc79a7; --series-4: #e69f00;
@@ -55,6 +57,7 @@ def make_page(histories: Sequence[History], names: Sequence[str], drawings: Iter
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{GENERATOR}
 <title>{title}</title>
 <style>{_CSS}</style>
 </head>

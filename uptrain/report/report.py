@@ -9,7 +9,7 @@ from model.common.files import replace_file
 from model.common.printable import printable
 from uptrain.report.figures import draw_png, draw_svgs
 from uptrain.report.history import History
-from uptrain.report.html import make_page
+from uptrain.report.html import GENERATOR, make_page
 
 REPORT = "report.html"
 
@@ -44,7 +44,17 @@ def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
         raise InputError(f"--out {out}: the name must end in .html; the picture is written beside it.")
     if not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent} for {out.name}; create it first.")
+    if os.path.lexists(out) and not _is_report(out):
+        raise InputError(f"--out {out} exists, and is no report; choose another name.")
     return _check_writable(out)
+
+
+def _is_report(page: Path) -> bool:
+    """Return whether a file begins as the pages of `make_page` do."""
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        return GENERATOR.encode() in file.read(1 << 10)
 
 
 def _check_writable(page: Path) -> Path:

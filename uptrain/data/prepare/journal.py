@@ -52,11 +52,10 @@ def open_staging(
 
 def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
     """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
-    return (
-        out
-        if machine_shard is None
-        else out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
-    )
+    if machine_shard is None:
+        return out
+    out = out.resolve()  # as `machine_shards` finds it, also by a link
+    return out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
 
 
 def record(staging: Staging, unit: Unit, unit_record: UnitRecord) -> None:
