@@ -20,7 +20,7 @@ from model.checkpoint import open_checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
 from scripts.bench.machine import facts
 from uptrain.estimates.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
-from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
 from uptrain.models.trainable_parts import part_pattern
 
@@ -93,9 +93,9 @@ def conversion(source: Path) -> dict[str, Any]:
 
 def uptraining(estimator: MemoryEstimator, devices: int) -> dict[str, Any]:
     """Return memory, compute and communication of a device, for micro-batches of MICRO_BATCH windows."""
-    n_params, n_teacher = count_parameters(estimator.tensors), count_parameters(estimator.teacher)
     tokens = MICRO_BATCH * SEQ_LEN
-    n_trained = count_parameters(estimator.trained(PART))
+    read = (estimator.tensors, estimator.trained(PART), estimator.teacher)
+    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
     recomputing = 2 * n_params  # the forward pass again, of activation checkpointing
     flops = (flops_per_token(n_params, n_trained, n_teacher) + recomputing) * tokens
     computing = flops / (MFU * PEAK_FLOPS["H100"])

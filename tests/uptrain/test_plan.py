@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.common.console import size
 from uptrain.budget import identify, pretraining
@@ -154,11 +155,33 @@ def test_memory_and_time_for_processes_and_teacher(uptrain, source):
     uneven = uptrain("plan", source, "--tokens", "1B", *SIZE, "--processes", 3)
     uneven.refused("64 windows of 1000 tokens cannot be divided evenly among 3 processes")
     time = four["time"]["all"]
-    assert time["flops"] == 8 * one["n_params"] * four["tokens"]
+    embedding = 67 * tiny.HIDDEN  # is only looked up
+    multiplied = one["n_params"] - embedding
+    assert time["flops"] == 8 * multiplied * four["tokens"]
     assert time["hours"]["H100"] == pytest.approx(time["device_hours"]["H100"] / 4)
     trained = four["memory"]["kv"]["gradients_bytes"] // 4
     assert four["memory"]["kv"]["disk_bytes"] == round(4.2 * 12 * trained)
-    assert four["time"]["kv"]["flops"] == (6 * one["n_params"] + 2 * trained) * four["tokens"]
+    assert four["time"]["kv"]["flops"] == (6 * multiplied + 2 * trained) * four["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("phi", {}), ("gemma2", {}), ("gpt_oss", {})],
+)
+def test_flops_are_those_of_the_products_that_torch_counts(uptrain, tmp_path, family, changes):
+    """Beside them, the plan counts norms and biases as products."""
+    model = tiny.build(family, **changes)
+    path = tiny.save(model, tmp_path / "model")
+    planned = plan(uptrain, path, "--steps", 1, "--global-batch-tokens", 2, "--seq-len", 2, "--lr", 1e-3)
+    model.config._experts_implementation = "eager"  # torch counts no grouped products
+    with FlopCounterMode(display=False) as counter:
+        model(torch.tensor([[1, 2]])).logits.sum().backward()
+    counted = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for name, flops in counted.items() if "bmm" in name or "attention" in name)
+    products = sum(counted.values()) - attention
+    vectors = sum(x.numel() for x in model.parameters() if x.dim() == 1)
+    vectors += sum(x.numel() for name, x in model.named_parameters() if name.endswith("_proj_bias")) // 2  # of experts
+    assert planned["time"]["all"]["flops"] == products + 2 * 6 * vectors
 
 
 @pytest.mark.parametrize(("processes", "windows"), [(1, 4), (2, 2), (4, 1)])

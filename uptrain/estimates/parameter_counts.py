@@ -1,15 +1,36 @@
 """Count a model's parameters by the places where memory needs them: in layers, outside, and in the LM head."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
+from typing import Any
 
 from model.checkpoint import TensorInfo
 from model.checkpoint.tensor import is_buffer, layer_number
+
+_EXPERTS, _N_EXPERTS, _N_USED = ".experts.", "num_local_experts", "num_experts_per_tok"
+"""Joined experts in the names of tensors, and their numbers in config.json: those of gpt_oss, the one such family that
+`uptrain` trains."""
 
 
 def count_parameters(tensors: Iterable[TensorInfo]) -> int:
     """Return the number of parameters, without the buffers that old checkpoints store."""
     return sum(prod(tensor.shape) for tensor in tensors if not is_buffer(tensor))
+
+
+def count_multiplied(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> int:
+    """Return the number of parameters that a token is multiplied by: without lookups, and experts that it does not use.
+
+    Of the matrices outside layers, embeddings are looked up, and the largest is the LM head, or the embedding that is
+    also the head.
+    """
+    parameters = without_buffers(tensors)
+    matrices = [prod(x.shape) for x in parameters if layer_number(x.name) is None and len(x.shape) == 2]
+    n_multiplied = count_parameters(parameters) - sum(matrices) + max(matrices, default=0)
+    n_experts, n_used = config.get(_N_EXPERTS), config.get(_N_USED)
+    if isinstance(n_experts, int) and isinstance(n_used, int) and 0 < n_used < n_experts:
+        experts = count_parameters(x for x in parameters if _EXPERTS in x.name and x.shape[:1] == (n_experts,))
+        n_multiplied -= experts // n_experts * (n_experts - n_used)
+    return n_multiplied
 
 
 def without_buffers(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:

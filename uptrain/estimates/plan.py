@@ -29,7 +29,7 @@ from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
-from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of
@@ -201,8 +201,9 @@ def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) ->
     """Return the time of training a part; None if the model does not have it."""
     if part not in parts_of(estimator.config):
         return None
-    trained = count_parameters(estimator.trained(part))
-    flops = flops_per_token(count_parameters(estimator.tensors), trained, count_parameters(estimator.teacher))
+    read = (estimator.tensors, estimator.trained(part), estimator.teacher)
+    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
+    flops = flops_per_token(n_params, n_trained, n_teacher)
     return estimate_time(flops * tokens, processes)
 
 

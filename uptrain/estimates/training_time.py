@@ -8,14 +8,19 @@ PEAK_FLOPS = {"H100": 989e12, "A100": 312e12}
 """Peak FLOP/s in bfloat16 without sparsity (NVIDIA's data sheets of the SXM cards)."""
 TIME_FORMULA = (
     "(4 x parameters + 2 x trained parameters + 2 x teacher's parameters) x tokens / "
-    f"({MFU:.2f} x peak FLOP/s). Not counted: attention's products with length, recomputing, evaluation, saving."
+    f"({MFU:.2f} x peak FLOP/s). Not counted: embeddings that are only looked up, experts that a token does not use, "
+    "attention's products with length, recomputing, evaluation, saving."
 )
 """A product takes 2 operations for each parameter and token in the forward pass, as many for the gradient of its input,
 and, if the parameter is trained, as many for its own."""
 
 
 def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:
-    """Return the floating-point operations of training on one token; `n_teacher` parameters are 0 without a teacher."""
+    """Return the floating-point operations of training on one token.
+
+    The numbers are those of parameters that a token is multiplied by (`count_multiplied`); `n_teacher` is 0 without a
+    teacher.
+    """
     return 4 * n_params + 2 * n_trained + 2 * n_teacher
 
 
