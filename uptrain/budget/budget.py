@@ -14,7 +14,7 @@ from typing import Any
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
-from uptrain.budget.identify import known_originals, named
+from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.models.trainable_choices import TRAINABLE
 
@@ -103,7 +103,8 @@ def make_budget(
 
     Raises InputError with every option that would help if the original is unknown or ambiguous.
     """
-    candidates = (named(options.original),) if options.original is not None else known_originals(config, source_names)
+    name = options.original
+    candidates = known_originals(config, source_names) if name is None else (find_original(name),)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
         _check_complete(options, candidates, peak_divisor(method, trainable))

@@ -104,7 +104,7 @@ def check_trackers(track: Sequence[str]) -> None:
 
 def make_accelerator(
     precision: str,
-    block_names: Sequence[str],
+    layer_class_names: Sequence[str],
     track: Sequence[str] = (),
     folder: Path | None = None,
     device: torch.device | None = None,
@@ -133,7 +133,7 @@ def make_accelerator(
     accelerator = Accelerator(
         cpu=not has_accelerator() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
-        fsdp_plugin=fsdp_plugin(precision, block_names) if sharded else None,
+        fsdp_plugin=fsdp_plugin(precision, layer_class_names) if sharded else None,
         # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[

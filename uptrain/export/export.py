@@ -145,7 +145,9 @@ class _Completed(Checkpoint):
             stored: replace(source.tensors[name], name=stored) for stored, (source, name) in self._places.items()
         }
         modules = {stored: name.removesuffix("weight") for name, stored in names.items()}
-        self._adapters = {name: of for name, of in modules.items() if f"{of}lora_A.weight" in trained.tensors}
+        self._adapters = {
+            name: module for name, module in modules.items() if f"{module}lora_A.weight" in trained.tensors
+        }
         for name in self._adapters:
             self.tensors[name] = replace(self.tensors[name], dtype="F64")
 
@@ -154,9 +156,10 @@ class _Completed(Checkpoint):
         rows = source.rows(own_name, start, stop)
         if name not in self._adapters:
             return rows
-        trained, of = self._open[0], self._adapters[name]
-        rank = trained.tensors[f"{of}lora_A.weight"].shape[0]
-        a_RI, b_OR = trained.rows(f"{of}lora_A.weight", 0, rank), trained.rows(f"{of}lora_B.weight", start, stop)
+        trained, module = self._open[0], self._adapters[name]
+        rank = trained.tensors[f"{module}lora_A.weight"].shape[0]
+        a_RI = trained.rows(f"{module}lora_A.weight", 0, rank)
+        b_OR = trained.rows(f"{module}lora_B.weight", start, stop)
         merged: Array = rows.astype(np.float64) + b_OR.astype(np.float64) @ a_RI.astype(np.float64)
         return merged
 

@@ -164,11 +164,11 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
 
 def stored_names(folder: Path) -> dict[str, str]:
     """Return a table, name in a training checkpoint → name in the folder's files, of parameters and stored buffers."""
-    names, stem = tensor_names(folder)
+    names, prefix = tensor_names(folder)
     with open_checkpoint(folder) as checkpoint:
         if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[1]
-        return {name: name if name in checkpoint.tensors else name.removeprefix(stem) for name in names}
+        return {name: name if name in checkpoint.tensors else name.removeprefix(prefix) for name in names}
 
 
 def frozen_names(folder: Path, part: str) -> dict[str, str]:

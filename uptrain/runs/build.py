@@ -6,14 +6,13 @@ import torch
 from accelerate import Accelerator
 
 from model.decoder.llama import LlamaForCausalLM
-from uptrain.budget.vocabularies import check_teacher
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
 from uptrain.models.frozen_parameters import set_state_dtype
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import (
@@ -27,6 +26,7 @@ from uptrain.models.load import (
 )
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
+from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
 from uptrain.runs.folder import CHECKPOINTS, METRICS
 from uptrain.runs.settings import Settings
@@ -70,7 +70,7 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
             set_state_dtype(student, torch.bfloat16)
         else:
             student.product_dtype = torch.bfloat16
-    layers = blocks(student)
+    layers = decoder_layers(student)
     if settings.compile:
         compile_layers(layers)
     if settings.activation_checkpointing:
@@ -118,10 +118,10 @@ def _build_teacher(
         lambda: load_teacher(path, settings.precision, skip=owners),
         lambda: empty_teacher(path, settings.precision),
     )
-    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    check_same_vocab_size(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
     shared_bytes = share(owners, teacher, dtype)
-    layers = blocks(student)
-    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: owner_layers(layer, layers))
+    layers = decoder_layers(student)
+    place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: owner_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
     return teacher, shared_bytes

@@ -41,7 +41,7 @@ def fitting_micro_batch(
     again = [chosen.activation_checkpointing]
     if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, again):
         return largest.micro_batch
-    needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).of(devices)
+    needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).per_device(devices)
     cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, n_windows, devices)
     of_plan = (
         f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
@@ -52,7 +52,7 @@ def fitting_micro_batch(
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
     refusal = (
-        f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
+        f"{chosen.flags} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
         f"device has {size(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
         "--micro-batch 1)."
     )

@@ -34,12 +34,12 @@ from uptrain.data.run_data import (
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator, wants_sharding
-from uptrain.distributed.collectives import destroy_process_group, main_process_first
+from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
 from uptrain.runs.checks import (
     check_batch,
+    check_init,
     check_is_not_student,
     check_models,
-    check_new,
     check_teachers_tokenizer,
     check_tokenizer,
     layer_names,
@@ -109,7 +109,7 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)
     if options.init:
-        check_new(options.init, max(seq_lens))
+        check_init(options.init, max(seq_lens))
     check_batch(settings.global_batch, world_size())
     check_launcher()
     check_trackers(settings.track)
@@ -134,7 +134,7 @@ def launch_extended(
     run = _with_name(run)
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    main_process_first(lambda: extend(run, out, total), out / RUN)
+    on_main_without_group(lambda: extend(run, out, total), out / RUN)
     _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)), {})
 
 

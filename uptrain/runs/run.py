@@ -42,7 +42,7 @@ from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, read_state
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
@@ -132,7 +132,7 @@ def _layer_names(settings: Settings, folder: Path) -> tuple[str, ...]:
 def _is_finished(folder: Path) -> bool:
     """Return whether a run at its last step has also evaluated, which one that was stopped there has not."""
     try:
-        return bool(read_state(folder / STATE).get("status") == "finished")
+        return bool(read_run_state(folder / RUN_STATE).get("status") == "finished")
     except InputError:  # damaged; training writes it again
         return False
 
@@ -192,13 +192,13 @@ def train_run(
         failure = _explain(error, folder, state.step, accelerator)
         if accelerator.is_main_process:
             status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
-            _write_last_state(folder, status, state.step, str(failure))
+            _write_last_run_state(folder, status, state.step, str(failure))
         if failure is error:
             raise
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        _write_last_state(folder, status, state.step, reason)
+        _write_last_run_state(folder, status, state.step, reason)
         try:
             training.metrics.flush()
         except OSError as error:
@@ -286,7 +286,7 @@ def _record_start(
     _log_start(settings, training, state, checkpoint)
     if problem := _disk_space_warning(folder, settings, training):
         warn(problem)
-    _write_state(folder, "running", state.step)
+    _write_run_state(folder, "running", state.step)
 
 
 def _log_start(settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
@@ -325,18 +325,18 @@ def _describe(settings: Settings, training: Training) -> str:
     )
 
 
-def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:
+def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> None:
     pid = os.getpid()
     state = {
         "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
         "started": process_start(pid), "pid_namespace": pid_namespace(),
     }  # fmt: skip
-    replace_file(folder / STATE, json_text(state))
+    replace_file(folder / RUN_STATE, json_text(state))
 
 
-def _write_last_state(folder: Path, status: str, step: int, reason: str) -> None:
+def _write_last_run_state(folder: Path, status: str, step: int, reason: str) -> None:
     """Write the state of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
     try:
-        _write_state(folder, status, step, reason)
+        _write_run_state(folder, status, step, reason)
     except OSError as error:
-        warn(f"{STATE} could not be written, and still says that the run is running: {error}")
+        warn(f"{RUN_STATE} could not be written, and still says that the run is running: {error}")
