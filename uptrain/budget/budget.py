@@ -24,9 +24,9 @@ FITTED_PEAK_DIVISORS = {
     "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
     "latent": dict.fromkeys(TRAINABLE, 15),
 }
-"""The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is
-so close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md,
-"Results"). For latent attention only `attention` was measured."""
+"""Divisor by method and `--trainable`, for conversions fitted to the parent. The model is so close to its parent that a
+third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md, "Results"). For latent attention
+only `attention` was measured."""
 
 
 FEW_STEPS = 50
