@@ -5,8 +5,6 @@
 Times are medians of alternating steps (ABAB …) in this process. Memory is the increase of a new process's peak.
 
     python -m scripts.bench.loss --vocab 32000 --tokens 4096
-
-Letters: N tokens, M hidden size, V vocabulary.
 """
 
 import argparse
@@ -27,6 +25,8 @@ from scripts.bench.rounds import in_turns, median_ratio
 from uptrain.training.losses.kl import chunked_kl
 
 HIDDEN = 512
+
+# Letters: N tokens, M hidden size, V vocabulary.
 
 
 def plain_cross_entropy(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
-from model.common.counts import format_count, parse_count
+from model.common.counts import counted, format_count, parse_count
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
@@ -274,6 +274,10 @@ def test_counts_round_trip(count):
 def test_format_count():
     shown = {1: "1", 999: "999", 1000: "1 K", 20_320: "20.32 K", 6_738_415_616: "6.738 B", 2 * 10**12: "2 T"}
     assert {count: format_count(count) for count in shown} == shown
+
+
+def test_a_count_with_its_noun():
+    assert [counted(n, "file") for n in (0, 1, 2, 1200)] == ["0 files", "1 file", "2 files", "1,200 files"]
 
 
 def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():

@@ -5,6 +5,7 @@ import re
 import resource
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -24,7 +25,7 @@ from uptrain.models.load import (
     load_teacher,
     random_student,
 )
-from uptrain.runs.checks import layer_names
+from uptrain.runs.checks import check_layer_names
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
 
@@ -254,12 +255,14 @@ GEMMA4 = {
     ("gemma4_text", GEMMA4, ("Gemma4TextDecoderLayer",)),  # the class names vision and audio layers too
     ("biogpt", {}, ()),  # its class names none
 ])  # fmt: skip
-def test_names_of_layers_are_those_that_a_model_has(tmp_path, model_type, changes, expected):
+def test_names_of_layers_are_those_that_a_model_has(tmp_path, monkeypatch, model_type, changes, expected):
     config = transformers.AutoConfig.for_model(model_type, **TINY, **changes)
     config.save_pretrained(tmp_path)
     assert layer_class_names(tmp_path) == expected
-    for needed in itertools.product((False, True), repeat=3):
-        fails = any(needed) and not expected
+    for compiled, recomputed, sharded in itertools.product((False, True), repeat=3):
+        fails = (compiled or recomputed or sharded) and not expected
+        settings = SimpleNamespace(compile=compiled, activation_checkpointing=recomputed)
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded))
         message = f"layers of model_type '{model_type}', so .* cannot be used; leave (it|them) out"
         with pytest.raises(InputError, match=message) if fails else nullcontext():
-            assert layer_names(tmp_path, *needed) == expected
+            assert check_layer_names(tmp_path, settings) == expected

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
-from model.common.counts import format_count
+from model.common.counts import counted, format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
     ModelFolder,
@@ -138,7 +138,7 @@ def _next_command(plan: dict[str, Any]) -> str:
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
-            return f"  nothing fits {n} device{'' if n == 1 else 's'} of {size(context.params['memory'])}"
+            return f"  nothing fits {counted(n, 'device')} of {size(context.params['memory'])}"
         parts = re.split(" (?=--)", fit["command"])
         covered |= {"teacher", "trainable", "lora_rank", "optimizer", "micro_batch", "seq_len"}
     else:
@@ -297,11 +297,10 @@ def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
 
 def _fitting_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     """Return for each number of devices the command and its memory of each device."""
-    rows = []
-    for n, fit in memory["fitting"].items():
-        devices = f"{n} device{'' if n == '1' else 's'}"
-        rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits"))
-    return rows
+    return [
+        (counted(int(n), "device"), f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits")
+        for n, fit in memory["fitting"].items()
+    ]
 
 
 def _hours(hours: float) -> str:

@@ -66,7 +66,7 @@ def choose_device(name: str) -> torch.device:
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
-        device = _own_gpu() if has_accelerator() else torch.device("cpu")
+        device = own_gpu() if has_accelerator() else torch.device("cpu")
     else:
         device = find_device(name)
     if device.index is not None:
@@ -74,7 +74,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _own_gpu() -> torch.device:
+def own_gpu() -> torch.device:
     """Return the GPU of this process, one of many. It may be the only one that the process sees."""
     gpu = torch.accelerator.current_accelerator()
     assert gpu is not None

@@ -20,6 +20,7 @@ from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RE
 from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
+from model.decoder.transformers_model import THEIRS
 from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
@@ -120,7 +121,7 @@ def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
 
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
-    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}{THEIRS}", f"model.{STUDENT}"))
     weights = trained
     if run.settings.trainable != "all":
         model = Path(run.settings.model)

@@ -10,13 +10,13 @@ from torch import nn
 from model.checkpoint import open_checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
+from model.decoder.transformers_model import THEIRS
 from uptrain.models.frozen_parameters import FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""
-THEIRS = "theirs."
 
 
 def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:

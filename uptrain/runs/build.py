@@ -1,4 +1,4 @@
-"""Build what a run trains: the models on their devices, the optimizer, the data and the checkpoints."""
+"""Build what a run trains: the models on their devices, the optimizer and the data."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
-from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.folder import METRICS
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import Training
 from uptrain.training.loss_module import STUDENT, LossModule
@@ -36,7 +36,9 @@ from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
 
 
-def build_initial(settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path) -> Training:
+def build_initial(
+    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
     student, weights = load_on_main(
@@ -44,12 +46,14 @@ def build_initial(settings: Settings, config_folder: Path, accelerator: Accelera
         lambda: initial_student(settings, config_folder),
         lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder)
+    training = build(settings, student, accelerator, folder, checkpoints)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
-def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path) -> Training:
+def build(
+    settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
     Raises InputError if data, student and teacher are incompatible.
@@ -89,7 +93,7 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
         accelerator=accelerator,
         cache=cache,
         schedule=settings.learning_rates,
-        checkpoints=CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last),
+        checkpoints=checkpoints,
         metrics=Metrics(folder / METRICS),
         stop_request=stop_request,
         global_batch=settings.global_batch,

@@ -17,11 +17,13 @@ from model.decoder.transformers_model import TransformersModel
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
+from uptrain.distributed.accelerator import wants_sharding
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_names
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.runs.fingerprints import model_sha256
+from uptrain.runs.settings import Settings
 
 MOST_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""
@@ -60,14 +62,18 @@ def check_lm_heads(folders: Iterable[Path]) -> None:
             check_head(checkpoint)
 
 
-def layer_names(folder: Path, compiled: bool, recomputed: bool, sharded: bool) -> tuple[str, ...]:
+def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:
     """Return the class names of a model's decoder layers (`layer_class_names`).
 
     Raises InputError if there are none and the run needs them: to compile layers, recompute their activations or shard
     them.
     """
-    names = layer_class_names(folder)
-    options = {"--compile": compiled, "--activation-checkpointing": recomputed, "FSDP": sharded}
+    names, sharded = layer_class_names(folder), wants_sharding()
+    options = {
+        "--compile": settings.compile,
+        "--activation-checkpointing": settings.activation_checkpointing,
+        "FSDP": sharded,
+    }
     if not names and (needing := [option for option, given in options.items() if given]):
         raise InputError(
             f"{folder}: transformers does not say which modules are the decoder layers of model_type "

@@ -9,8 +9,8 @@ import torch
 
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory, local_rank, local_world_size
-from uptrain.distributed.accelerator import has_accelerator, n_shards
+from model.common.machine import available_memory, local_world_size
+from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.plan import run_command
@@ -67,10 +67,8 @@ def usable_memory() -> int:
     The processes of a machine share the memory of its CPU.
     """
     if has_accelerator():
-        gpu = torch.accelerator.current_accelerator()
-        # A process may see its own device only.
-        index = local_rank() % torch.accelerator.device_count()
-        free, _ = torch.get_device_module(gpu).mem_get_info(index)
+        gpu = own_gpu()
+        free, _ = torch.get_device_module(gpu).mem_get_info(gpu.index)
     else:
         free = available_memory() // local_world_size()
     return int((1 - RESERVE) * free)

@@ -35,12 +35,12 @@ from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
-from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator, wants_sharding
+from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
-from uptrain.runs.checks import check_batch, layer_names
+from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
@@ -63,14 +63,16 @@ def start(
 
     `config_folder` holds the config and tokenizer: the folder of the model, or of `--init`.
     """
-    accelerator = make_accelerator(settings.precision, _layer_names(settings, config_folder), settings.track, out)
+    layers = check_layer_names(config_folder, settings)
+    accelerator = make_accelerator(settings.precision, layers, settings.track, out)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
+    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last)
     with _device_errors_as_run_error(accelerator):
-        training = build_initial(settings, config_folder, accelerator, out)
+        training = build_initial(settings, config_folder, accelerator, out, checkpoints)
     training.deadline, training.show = deadline, without_errors(show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
@@ -78,7 +80,7 @@ def start(
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
     with _locked_on_main(accelerator, out) as check_lock:
-        training.checkpoints.check_lock = check_lock
+        checkpoints.check_lock = check_lock
         return train_run(out, settings, training, RunState(), None)
 
 
@@ -91,7 +93,8 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     run = Run.read(folder)
     run = replace(run, settings=replace(run.settings, **changes))
     settings = find_data(run.settings, folder)
-    accelerator = make_accelerator(settings.precision, _layer_names(settings, folder / MODEL), settings.track, folder)
+    layers = check_layer_names(folder / MODEL, settings)
+    accelerator = make_accelerator(settings.precision, layers, settings.track, folder)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
@@ -107,14 +110,13 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         with _device_errors_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, accelerator, folder)
+                training = build_initial(settings, folder / MODEL, accelerator, folder, checkpoints)
             else:
-                training = build(settings, empty_student(folder / MODEL), accelerator, folder)
+                training = build(settings, empty_student(folder / MODEL), accelerator, folder, checkpoints)
         training.deadline, training.show = deadline, without_errors(show)
-        training.checkpoints.check_lock = checkpoints.check_lock = check_lock
+        checkpoints.check_lock = check_lock
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
-        training.checkpoints = checkpoints  # it knows which ones are damaged
         read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -123,10 +125,6 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
         training.saved_step, training.rotation_is_due = state.step, True
         return train_run(folder, settings, training, state, checkpoint)
-
-
-def _layer_names(settings: Settings, folder: Path) -> tuple[str, ...]:
-    return layer_names(folder, settings.compile, settings.activation_checkpointing, wants_sharding())
 
 
 def _is_finished(folder: Path) -> bool:
@@ -250,7 +248,7 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        message = " ".join(str(error).split())
+        message = one_line(str(error))
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
     if isinstance(error, (InputError, OSError)):
         return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
