@@ -8,6 +8,7 @@ from rich.table import Table
 
 from model.checkpoint.tensor import layer_number
 from model.common.console import console, duration, print_key_values, size
+from model.common.counts import counted
 
 
 def print_inspection(summary: dict[str, Any]) -> None:
@@ -16,7 +17,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
     print_key_values(
         summary["source"],
         [
-            ("model_type", f"{summary['model_type']} ({summary['format']}, {_number(len(summary['files']), 'file')})"),
+            ("model_type", f"{summary['model_type']} ({summary['format']}, {counted(len(summary['files']), 'file')})"),
             (
                 "attention",
                 f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
@@ -96,7 +97,7 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
             _attention(planned, method),
             *_tensors(verb_done if done else f"to {verb}", planned, "regrouped", " in the output"),
             *_tensors("copied" if done else "to copy", planned, "copied"),
-            ("output", f"{size(planned['output_bytes'])} in {_number(planned['n_shards'], 'file')}"),
+            ("output", f"{size(planned['output_bytes'])} in {counted(planned['n_shards'], 'file')}"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
@@ -107,11 +108,7 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
 
 def _tensors(label: str, planned: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
     n, n_bytes = planned[f"n_{kind}"], planned[f"bytes_{kind}"]
-    return [(label, f"{_number(n, 'tensor')}, {size(n_bytes)}{where}")] if n else []
-
-
-def _number(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+    return [(label, f"{counted(n, 'tensor')}, {size(n_bytes)}{where}")] if n else []
 
 
 def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:

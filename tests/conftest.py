@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is compared to the bit is so on the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bit-for-bit comparisons hold on the CPU only
         return
     import torch
 
@@ -104,7 +104,7 @@ def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
 
 
 class Payload:
-    """Something whose unpickling makes a file, unless it is refused."""
+    """Object whose unpickling makes the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,9 +1,11 @@
 """Define the command line of `uptrain`, with one file per command in `uptrain/commands/`.
 
 Exit codes:
-0  success, also of a run that saved and stopped after a signal or `--max-minutes` (see `status` in `run_state.json`)
-1  failure during the run, or halt after non-finite gradients (`uptrain resume RUN` continues at the last checkpoint)
-2  invalid input
+0    success, also of a run that saved and stopped after a signal or `--max-minutes` (see `status` in `run_state.json`)
+1    failure during the run, or halt after non-finite gradients (`uptrain resume RUN` continues at the last checkpoint);
+     interruption of a command without steps, such as `prepare`
+2    invalid input
+130  stopped by a second signal, without saving
 """
 
 import importlib

@@ -14,17 +14,17 @@ from model.checkpoint.hf_folder import read_config
 from model.common import console
 from model.common.errors import InputError
 from model.decoder.devices import fast_float32_matmul
-from uptrain.budget.vocabularies import check_teacher
 from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.models.decoder_layers import block_names
+from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.load import load_evaluated, load_teacher
+from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import (
-    check_heads,
+    check_lm_heads,
     check_packing,
     check_teachers_tokenizer,
     check_tokenizer,
@@ -64,8 +64,8 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[EvalResult, int]:
     """Return the result, and the tokens of the windows that it was measured on."""
-    blocks = block_names(options.model)  # also refuses what is no causal language model
-    check_heads(filter(None, (options.model, options.teacher)))
+    layer_names = layer_class_names(options.model)  # also refuses what is no causal language model
+    check_lm_heads(filter(None, (options.model, options.teacher)))
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     warning = context_warning(read_config(options.model)[1], seq_len)
     if warning and console.is_first_process():
@@ -75,7 +75,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
         check_teachers_tokenizer(options.model, options.teacher)
     _check_one_machine(options, seq_len)
     precision = options.precision or default_precision(device)
-    accelerator = make_accelerator(precision, blocks, device=device)
+    accelerator = make_accelerator(precision, layer_names, device=device)
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)
@@ -134,7 +134,7 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     teacher = None
     if options.teacher is not None:
         teacher = load_teacher(options.teacher, precision)
-        check_teacher(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
+        check_same_vocab_size(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
         check_packing(teacher, cache.seq_len)
         teacher.to(accelerator.device)
     return LossModule(student, WITHOUT_TEACHER, teacher)

@@ -29,7 +29,7 @@ from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
 from uptrain.data.default_sizes import default_micro_batch
-from uptrain.data.prepare.journal import machine_shards, open_staging, staging_out
+from uptrain.data.prepare.journal import open_machine_shards, open_staging, staging_out
 from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.teacher_logits import (
     MANIFEST,
@@ -46,14 +46,15 @@ from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
-from uptrain.runs.checks import check_heads, check_packing, check_tokenizer, check_vocabulary
+from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.eval_metrics import CHUNK_LOGITS
 from uptrain.training.losses.kl import hidden_states, whole_logits
 
 WHOLE_LOGITS = 1 << 28
 """Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
-CONTINUES = "the same command continues from there; any other command starts from the beginning"
+AFTER_REFUSAL = "the same command continues from there; any other command starts from the beginning"
+"""What is said of finished shards after a refusal."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     check_out(options.out)
     if world_size() > 1:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
-    check_heads([options.model])
+    check_lm_heads([options.model])
     cache = TokenCache.open(options.data)
     if merge_method(options.model) is not None:
         console.warn(
@@ -95,15 +96,15 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     ]
     own = [(number, windows) for number, windows in parts if own_shard.has(number)]
     fingerprint = hashlib.sha256(wanted.text()).hexdigest()
-    kept = open_staging(staging_out(options.out, options.machine_shard), fingerprint, continues=CONTINUES)
+    kept = open_staging(staging_out(options.out, options.machine_shard), fingerprint, continues=AFTER_REFUSAL)
     with kept as staging, ExitStack() as joined:
-        machines: list[Staging] = []
+        others: list[Staging] = []
         if options.machine_shard is None:
             differs = "another model, cache or --top-k"
-            machines = joined.enter_context(machine_shards(staging, fingerprint, differs))
-        precision = _precision([staging, *machines])
-        for machine_shard in machines:
-            _move(machine_shard, staging)
+            others = joined.enter_context(open_machine_shards(staging, fingerprint, differs))
+        precision = _precision([staging, *others])
+        for other in others:
+            _move(other, staging)
         missing = [(number, windows) for number, windows in own if not _is_complete(staging, number)]
         n_missing = sum(len(windows) for _, windows in missing)
         _check_disk_space(options.out, n_missing, wanted)
@@ -218,10 +219,10 @@ def _precision(stagings: Iterable[Staging]) -> str:
     return next(iter(finished), None) or default_precision(choose_device("auto"))
 
 
-def _move(machine_shard: Staging, staging: Staging) -> None:
+def _move(other: Staging, staging: Staging) -> None:
     """Move the finished shards of another machine into a staging folder."""
-    for name, record in machine_shard.finished.items():
-        paths = [machine_shard.folder / file for file in LogitsShard(**record).files]
+    for name, record in other.finished.items():
+        paths = [other.folder / file for file in LogitsShard(**record).files]
         if all(path.is_file() for path in paths):
             for path in paths:
                 path.rename(staging.folder / path.name)

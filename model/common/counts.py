@@ -1,4 +1,4 @@
-"""Parse and format counts of tokens and steps: `2T`, `50B`, `1.5M`, `4096`."""
+"""Parse and format counts: `2T`, `50B`, `1.5M`, `4096` tokens or steps; `1 file`, `2 files`."""
 
 import re
 from fractions import Fraction
@@ -28,6 +28,11 @@ def parse_count(text: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
     if count > most:
         raise InputError(f"{short_repr(text)} is more than {most:,}; {ADVICE}.")
     return count.numerator
+
+
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun: `1 file`, `1,200 files`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def format_count(count: float) -> str:

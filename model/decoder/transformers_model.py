@@ -26,6 +26,10 @@ _CLOSE, _NEARLY = 0.05, 0.3
 """Differences of logits, in standard deviations of all: by rounding in a batch, and of other shapes."""
 
 
+THEIRS = "theirs."
+"""Prefix of the names of parameters, from the attribute of `TransformersModel`. Checkpoints of earlier runs hold it."""
+
+
 class TransformersModel(nn.Module):
     """A causal language model of transformers with the interface of `LlamaForCausalLM`."""
 
@@ -34,7 +38,7 @@ class TransformersModel(nn.Module):
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.theirs = hf_model  # the prefix of tensor names in training checkpoints
+        self.theirs = hf_model  # the name is in THEIRS
 
     @property
     def head_weight(self) -> Tensor:

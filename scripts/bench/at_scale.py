@@ -19,7 +19,7 @@ from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
 from scripts.bench.machine import facts
-from uptrain.estimates.memory import GRADIENT_BYTES, MemoryEstimator, MemoryOptions
+from uptrain.estimates.memory import COMPUTE_BYTES, GRADIENT_BYTES, MemoryEstimator, MemoryOptions
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
 from uptrain.models.trainable_parts import part_pattern
@@ -59,13 +59,15 @@ class Communication:
 
 def communication(estimator: MemoryEstimator, part: str, devices: int) -> Communication:
     """Return the bytes of a micro-batch: each device receives what it does not hold, (devices − 1) / devices of all."""
-    pattern, width = part_pattern(part, estimator.config), 2 if estimator.precision == "bf16" else 4
+    pattern, width = part_pattern(part, estimator.config), COMPUTE_BYTES[estimator.precision]
     trained = count_parameters(estimator.trained(part))
     layers, taught = (
         {tensor for tensor in tensors if ".layers." in tensor.name}
         for tensors in (estimator.tensors, estimator.teacher)
     )
-    frozen = {tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in estimator.same}
+    frozen = {
+        tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in estimator.equal_to_teacher
+    }
     lent = layers if taught & frozen else set()
 
     def received(n: int) -> int:
@@ -103,8 +105,8 @@ def uptraining(estimator: MemoryEstimator, devices: int) -> dict[str, Any]:
     micro_batches = GLOBAL_BATCH // (tokens * devices)
     return {
         "devices": devices,
-        "memory_bytes": estimator.memory(MemoryOptions(PART, MICRO_BATCH, True)).of(devices),
-        "least_memory_bytes": estimator.memory(MemoryOptions(PART, 1, True)).of(devices),
+        "memory_bytes": estimator.memory(MemoryOptions(PART, MICRO_BATCH, True)).per_device(devices),
+        "least_memory_bytes": estimator.memory(MemoryOptions(PART, 1, True)).per_device(devices),
         "micro_batches": micro_batches,
         "computing_s": computing,
         "received_bytes": exchanged,

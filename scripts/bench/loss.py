@@ -26,22 +26,34 @@ from uptrain.training.losses.kl import chunked_kl
 
 HIDDEN = 512
 
-
-def plain_cross_entropy(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(student, weight).float(), labels, reduction="sum")
+# Letters: N tokens, M hidden size, V vocabulary.
 
 
-def our_cross_entropy(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    return chunked_cross_entropy(student, weight, labels)[0]
+def plain_cross_entropy(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, labels_N: Tensor
+) -> Tensor:
+    return F.cross_entropy(F.linear(student_NM, weight_VM).float(), labels_N, reduction="sum")
 
 
-def plain_kl(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    log_p, log_q = (F.linear(x, w).float().log_softmax(dim=1) for x, w in ((student, weight), (taught, teacher)))
-    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+def our_cross_entropy(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, labels_N: Tensor
+) -> Tensor:
+    return chunked_cross_entropy(student_NM, weight_VM, labels_N)[0]
 
 
-def our_kl(student: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    return chunked_kl(student, weight, taught, teacher, torch.ones(len(student), dtype=torch.bool))
+def plain_kl(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, labels_N: Tensor
+) -> Tensor:
+    log_student_NV = F.linear(student_NM, weight_VM).float().log_softmax(dim=1)
+    log_teacher_NV = F.linear(teacher_NM, teacher_weight_VM).float().log_softmax(dim=1)
+    return F.kl_div(log_student_NV, log_teacher_NV, reduction="sum", log_target=True)
+
+
+def our_kl(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, labels_N: Tensor
+) -> Tensor:
+    has_target_N = torch.ones(len(student_NM), dtype=torch.bool)
+    return chunked_kl(student_NM, weight_VM, teacher_NM, teacher_weight_VM, has_target_N)
 
 
 LOSSES = {
@@ -62,11 +74,12 @@ def step(loss: str, way: str, inputs: tuple[Tensor, ...], precision: str) -> flo
 
 
 def make_inputs(vocab: int, tokens: int) -> tuple[Tensor, ...]:
-    """Return hidden states and heads of a student and a teacher, and labels."""
+    """Return hidden states and heads of a student and a teacher, and labels, in the order of the functions above."""
     torch.manual_seed(0)
-    student, taught = torch.randn(2, tokens, HIDDEN)
-    weight, teacher = torch.randn(2, vocab, HIDDEN).mul_(0.02)
-    return student.requires_grad_(), weight.requires_grad_(), taught, teacher, torch.randint(0, vocab, (tokens,))
+    student_NM, teacher_NM = torch.randn(2, tokens, HIDDEN)
+    weight_VM, teacher_weight_VM = torch.randn(2, vocab, HIDDEN).mul_(0.02)
+    labels_N = torch.randint(0, vocab, (tokens,))
+    return student_NM.requires_grad_(), weight_VM.requires_grad_(), teacher_NM, teacher_weight_VM, labels_N
 
 
 def peak_bytes(loss: str, way: str, vocab: int, tokens: int, precision: str) -> int:

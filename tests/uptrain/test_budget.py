@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
-from model.common.counts import format_count, parse_count
+from model.common.counts import counted, format_count, parse_count
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
-from uptrain.budget.identify import SHAPE_KEYS, known_originals, named
+from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 from uptrain.estimates import training_time
 from uptrain.estimates.parameter_counts import count_parameters
@@ -60,8 +60,8 @@ def test_certain_rows_give_the_published_steps(original):
 
 
 def test_original_steps_and_default_peaks():
-    assert {name: named(name).steps for name in ORIGINAL_STEPS} == ORIGINAL_STEPS
-    assert {name: default_peak(named(name).peak_lr) for name in PEAKS} == PEAKS
+    assert {name: find_original(name).steps for name in ORIGINAL_STEPS} == ORIGINAL_STEPS
+    assert {name: default_peak(find_original(name).peak_lr) for name in PEAKS} == PEAKS
 
 
 @pytest.mark.parametrize(
@@ -144,27 +144,30 @@ def test_given_options_go_before_the_table():
     ],
 )
 def test_recognised_by_shape_and_source(name, source, recognised):
-    assert [o.name for o in known_originals(config(named(name)), ("something/else", source))] == [recognised]
+    assert [o.name for o in known_originals(config(find_original(name)), ("something/else", source))] == [recognised]
 
 
 def test_name_alone_does_not_identify_a_model():
-    assert known_originals({**config(named("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",)) == ()
+    assert (
+        known_originals({**config(find_original("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",))
+        == ()
+    )
 
 
 def test_kv_heads_do_not_matter():
-    converted = {**config(named("deepseek-llm-7b")), "num_key_value_heads": 4}
+    converted = {**config(find_original("deepseek-llm-7b")), "num_key_value_heads": 4}
     assert make_budget(BudgetOptions(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
 
 
 def test_latent_attention_does_not_matter():
-    original, source = config(named("llama-2-7b")), ("meta-llama/Llama-2-7b-hf",)
+    original, source = config(find_original("llama-2-7b")), ("meta-llama/Llama-2-7b-hf",)
     entry = {KEY: {"kind": "eps", "weight": 1.0}, "kv_lora_rank": 448, "qk_rope_head_dim": 64}
     latent = {**original, "model_type": "deepseek_v3", **entry}
-    assert known_originals(latent, source) == known_originals(original, source) == (named("llama-2-7b"),)
+    assert known_originals(latent, source) == known_originals(original, source) == (find_original("llama-2-7b"),)
 
 
 def test_ambiguous_shape_is_refused():
-    assert refusal(BudgetOptions(alpha=0.05), config(named("llama-2-7b")), "my-model") == (
+    assert refusal(BudgetOptions(alpha=0.05), config(find_original("llama-2-7b")), "my-model") == (
         "the model's shape is that of llama-1-7b (1 T tokens), llama-2-7b (2 T tokens), open-llama-7b (1 T tokens), "
         "amber-7b (1.259 T tokens); say which with --original NAME, or give --original-tokens (how many tokens it was "
         "pre-trained on, e.g. 2T; not needed with --tokens for --alpha), --global-batch-tokens (tokens of one "
@@ -173,7 +176,7 @@ def test_ambiguous_shape_is_refused():
 
 
 def test_code_llama_asks_which_stage():
-    message = refusal(BudgetOptions(alpha=0.05), config(named("code-llama-7b")), "codellama/CodeLlama-7b-hf")
+    message = refusal(BudgetOptions(alpha=0.05), config(find_original("code-llama-7b")), "codellama/CodeLlama-7b-hf")
     assert "code-llama-7b (2.5 T tokens), code-llama-7b-code-stage (500 B tokens); say which" in message
 
 
@@ -271,6 +274,10 @@ def test_counts_round_trip(count):
 def test_format_count():
     shown = {1: "1", 999: "999", 1000: "1 K", 20_320: "20.32 K", 6_738_415_616: "6.738 B", 2 * 10**12: "2 T"}
     assert {count: format_count(count) for count in shown} == shown
+
+
+def test_a_count_with_its_noun():
+    assert [counted(n, "file") for n in (0, 1, 2, 1200)] == ["0 files", "1 file", "2 files", "1,200 files"]
 
 
 def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():

@@ -80,7 +80,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     alone = {"all": 0, "attention": 32 * (4 * 4096**2 + 4096), "kv": 32 * 2 * 4096**2}[part]
     assert needed.teacher - needed.shared == taught * 2 * (alone or 6_738_415_616)
     states = 18 * n_trained + needed.frozen + needed.teacher - needed.shared
-    assert needed.of(1) == needed.replicated() == states + needed.activations + needed.logits
+    assert needed.per_device(1) == needed.replicated() == states + needed.activations + needed.logits
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 11008 + 2)
     ends = 2 * 32000 * 4096 + 4096
     own = {"all": ends + 4096 * (4 * 4096 + 3 * 11008 + 2), "attention": 4096 * (4 * 4096 + 1), "kv": 2 * 4096**2}[part]
@@ -94,7 +94,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     whole_gradients = max(moments) - needed.activations - needed.logits
     assert needed.gathered == 2 * (ends + 2 * layer + taught * own) + whole_gradients
     divided = 16 * n_trained + needed.frozen + needed.teacher - needed.shared
-    assert needed.of(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
+    assert needed.per_device(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
     assert subject.host(needed) == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.logits == chunk + head
 
@@ -126,10 +126,10 @@ def test_frozen_parameters_take_what_their_modules_hold(tmp_path, convert, famil
 def test_a_7b_fits_where_it_should():
     """With its teacher on one device, windows of 2,048 tokens: attention into 60 GB, keys and values into 24 GB."""
     subject = models(changed=QKVO)
-    assert first_that_fits(subject, ["attention"], 60e9, 4).options == "--trainable attention"
+    assert first_that_fits(subject, ["attention"], 60e9, 4).flags == "--trainable attention"
     assert first_that_fits(subject, ["kv"], 24e9, 4) == MemoryOptions("kv", 2, activation_checkpointing=True)
-    assert subject.memory(MemoryOptions("attention", 1)).of(1) <= 60e9
-    assert subject.memory(MemoryOptions("kv", 1, activation_checkpointing=True)).of(1) <= 24e9
+    assert subject.memory(MemoryOptions("attention", 1)).per_device(1) <= 60e9
+    assert subject.memory(MemoryOptions("kv", 1, activation_checkpointing=True)).per_device(1) <= 24e9
 
 
 def test_activations_of_llama_2_7b():
@@ -166,12 +166,12 @@ def test_the_first_way_that_fits():
     assert list(micro_batch_sizes(2048, 3)) == [3, 1], "no more than a device has in a step"
 
     def bytes_of(*way, devices=1):
-        return subject.memory(MemoryOptions(*way)).of(devices)
+        return subject.memory(MemoryOptions(*way)).per_device(devices)
 
     parts = ("all", "attention", "kv")
     for way in (("all", 4), ("all", 2), ("all", 1), ("all", 4, True), ("attention", 4), ("kv", 1, True)):
         first = first_that_fits(subject, parts, bytes_of(*way), 4)
-        assert subject.memory(first).of(1) <= bytes_of(*way)
+        assert subject.memory(first).per_device(1) <= bytes_of(*way)
     assert first_that_fits(subject, parts, bytes_of("all", 2), 4) == MemoryOptions("all", 2)
     assert first_that_fits(subject, parts, bytes_of("all", 2) - 1, 4) == MemoryOptions("all", 1)
     assert first_that_fits(subject, ["attention"], bytes_of("attention", 1) - 1, 4).activation_checkpointing
@@ -247,8 +247,8 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
 def test_the_estimate_is_of_the_shards_of_one_replica(seven, monkeypatch):
     model, teacher = seven
     needed = models().memory(MemoryOptions("kv", 1))
-    assert needed.of(4) < needed.of(2)
-    monkeypatch.setattr(device_memory, "usable_memory", lambda: needed.of(4))
+    assert needed.per_device(4) < needed.per_device(2)
+    monkeypatch.setattr(device_memory, "usable_memory", lambda: needed.per_device(4))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert device_memory.fitting_micro_batch(models(), MemoryOptions("kv", 1), 4, model, teacher) == 1
@@ -280,7 +280,7 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     inputs = real_runs.make_inputs(tmp_path / "inputs")
     monkeypatch.setattr(memory, "MIN_CHUNK_LOGITS", 0)
     subject = MemoryEstimator.read(inputs["model"], None, 32, "fp32")
-    size = subject.memory(MemoryOptions("all", windows)).of(1)
+    size = subject.memory(MemoryOptions("all", windows)).per_device(1)
     monkeypatch.setattr(device_memory, "usable_memory", lambda: size)
     out = tmp_path / "run"
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--lr", 1e-3, "--steps", 2)

@@ -69,7 +69,7 @@ def test_activations_are_what_autograd_saves(tmp_path, family, part):
 def test_recomputing_keeps_the_mask_and_one_layer(tmp_path):
     folder = save("qwen3", tmp_path / "model")
     estimator = MemoryEstimator.read(folder, None, SEQ_LEN)
-    kept = estimator.kept("all")
+    kept = estimator.measure_kept("all")
     states = 6 * SEQ_LEN * 4 * SIZES["hidden_size"]
     assert kept.outside > 2 * SEQ_LEN**2
     again = estimator.memory(MemoryOptions("all", 3, activation_checkpointing=True)).activations

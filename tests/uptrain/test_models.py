@@ -5,6 +5,7 @@ import re
 import resource
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ import transformers
 from model import load_model
 from model.common.errors import InputError
 from model.decoder import attention
-from uptrain.models.decoder_layers import block_names, blocks, compile_layers, recompute_activations
+from uptrain.models.decoder_layers import compile_layers, decoder_layers, layer_class_names, recompute_activations
 from uptrain.models.frozen_parameters import choose_trainable
 from uptrain.models.load import (
     empty_student,
@@ -24,7 +25,7 @@ from uptrain.models.load import (
     load_teacher,
     random_student,
 )
-from uptrain.runs.checks import layer_names
+from uptrain.runs.checks import check_layer_names
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.optimizer import make_optimizer
 
@@ -163,7 +164,7 @@ def test_recomputing_activations_changes_no_gradient(folder):
     for recompute in (False, True):
         student = load_model(folder, torch.float32)
         if recompute:
-            recompute_activations(blocks(student))
+            recompute_activations(decoder_layers(student))
         seen = []
         student.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
         student(ids, ids, documents)[0].backward()
@@ -192,11 +193,11 @@ def test_recomputed_layers_are_compiled(student, monkeypatch, lengths):
         return run
 
     torch._dynamo.reset()
-    compile_layers(blocks(student), backend=backend)
-    recompute_activations(blocks(student))
+    compile_layers(decoder_layers(student), backend=backend)
+    recompute_activations(decoder_layers(student))
     loss, _ = student.train()(ids, ids, documents)
     forward = len(runs)
-    assert forward >= len(blocks(student))
+    assert forward >= len(decoder_layers(student))
     loss.backward()
     assert len(runs) == 2 * forward
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -211,7 +212,7 @@ def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
     layouts = [torch.tensor([[0] * n + [1] * (12 - n), [0] * 12]) for n in (3, 5, 7, 11)]
     expected = [student(ids, ids, documents)[0].item() for documents in layouts]
     torch._dynamo.reset()
-    compile_layers(blocks(student), backend=counter)
+    compile_layers(decoder_layers(student), backend=counter)
     for documents, loss in zip(layouts, expected, strict=True):
         assert student(ids, ids, documents)[0].item() == pytest.approx(loss, rel=1e-6)
         counts.append(counter.frame_count)
@@ -254,12 +255,14 @@ GEMMA4 = {
     ("gemma4_text", GEMMA4, ("Gemma4TextDecoderLayer",)),  # the class names vision and audio layers too
     ("biogpt", {}, ()),  # its class names none
 ])  # fmt: skip
-def test_names_of_layers_are_those_that_a_model_has(tmp_path, model_type, changes, expected):
+def test_names_of_layers_are_those_that_a_model_has(tmp_path, monkeypatch, model_type, changes, expected):
     config = transformers.AutoConfig.for_model(model_type, **TINY, **changes)
     config.save_pretrained(tmp_path)
-    assert block_names(tmp_path) == expected
-    for needed in itertools.product((False, True), repeat=3):
-        fails = any(needed) and not expected
+    assert layer_class_names(tmp_path) == expected
+    for compiled, recomputed, sharded in itertools.product((False, True), repeat=3):
+        fails = (compiled or recomputed or sharded) and not expected
+        settings = SimpleNamespace(compile=compiled, activation_checkpointing=recomputed)
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded))
         message = f"layers of model_type '{model_type}', so .* cannot be used; leave (it|them) out"
         with pytest.raises(InputError, match=message) if fails else nullcontext():
-            assert layer_names(tmp_path, *needed) == expected
+            assert check_layer_names(tmp_path, settings) == expected

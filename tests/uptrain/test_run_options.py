@@ -263,8 +263,8 @@ def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
 
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
-    write_state = runs._write_state
-    monkeypatch.setattr(runs, "_write_state", lambda *given: states.append(given[1]) or write_state(*given))
+    write_run_state = runs._write_run_state
+    monkeypatch.setattr(runs, "_write_run_state", lambda *given: states.append(given[1]) or write_run_state(*given))
     flush = Metrics.flush
 
     def full_at_the_end(metrics):
@@ -364,7 +364,7 @@ def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, w
 @pytest.mark.parametrize("option", ["--activation-checkpointing", "--compile"])
 def test_options_for_layers_that_transformers_does_not_name(uptrain, inputs, tmp_path, monkeypatch, option):
     """They would silently do nothing."""
-    monkeypatch.setattr(checks, "block_names", lambda folder: ())
+    monkeypatch.setattr(checks, "layer_class_names", lambda folder: ())
     out = tmp_path / "run"
     uptrain(*real_runs.arguments(inputs, out, option)).refused(f"so {option} cannot be used; leave it out.")
     assert not out.exists()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from model import load_model
 from uptrain.distributed.fsdp import place_teacher
-from uptrain.models.decoder_layers import blocks
+from uptrain.models.decoder_layers import decoder_layers
 
 
 @pytest.fixture
@@ -28,8 +28,10 @@ def test_a_replica_has_a_whole_teacher_in_shards(tmp_path, accelerator):
     """Else each layer would be gathered from all nodes."""
     accelerator.torch_device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard_cp"))
     teacher = load_model(tiny.save(tiny.build(), tmp_path / "model")).requires_grad_(False)
-    place_teacher(accelerator, teacher, blocks(teacher))
-    meshes = {parameter.device_mesh.mesh_dim_names for layer in blocks(teacher) for parameter in layer.parameters()}
+    place_teacher(accelerator, teacher, decoder_layers(teacher))
+    meshes = {
+        parameter.device_mesh.mesh_dim_names for layer in decoder_layers(teacher) for parameter in layer.parameters()
+    }
     assert meshes == {("dp_shard_cp",)}
 
 
@@ -39,7 +41,7 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
     ids, documents = torch.arange(12).view(2, 6), torch.zeros(2, 6, dtype=torch.long)
     teacher = load_model(folder).requires_grad_(False)
     expected = teacher.hidden(ids, documents)
-    layers = blocks(teacher)
+    layers = decoder_layers(teacher)
     assert len(layers) == tiny.N_LAYERS
     place_teacher(accelerator, teacher, layers)
     shares = hasattr(fsdp, "share_comm_ctx")  # newer than torch 2.6

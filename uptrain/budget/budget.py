@@ -14,7 +14,7 @@ from typing import Any
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
-from uptrain.budget.identify import known_originals, named
+from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.models.trainable_choices import TRAINABLE
 
@@ -24,9 +24,9 @@ FITTED_PEAK_DIVISORS = {
     "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
     "latent": dict.fromkeys(TRAINABLE, 15),
 }
-"""The same for each choice of `--trainable` after a conversion that fitted the attention to the parent's. The model is
-so close to its parent that a third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md,
-"Results"). For latent attention only `attention` was measured."""
+"""Divisor by method and `--trainable`, for conversions fitted to the parent. The model is so close to its parent that a
+third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md, "Results"). For latent attention
+only `attention` was measured."""
 
 
 FEW_STEPS = 50
@@ -103,7 +103,8 @@ def make_budget(
 
     Raises InputError with every option that would help if the original is unknown or ambiguous.
     """
-    candidates = (named(options.original),) if options.original is not None else known_originals(config, source_names)
+    name = options.original
+    candidates = known_originals(config, source_names) if name is None else (find_original(name),)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
         _check_complete(options, candidates, peak_divisor(method, trainable))

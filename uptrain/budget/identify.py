@@ -11,8 +11,8 @@ from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-def named(name: str) -> PretrainingRecord:
-    """Return the original that `--original` names."""
+def find_original(name: str) -> PretrainingRecord:
+    """Return the original that `--original` names. Raises InputError for an unknown name."""
     for original in ORIGINALS:
         if original.name == name:
             return original
@@ -28,7 +28,7 @@ def shape_warning(config: Mapping[str, Any], name: str | None) -> str | None:
         return None
     differing = [
         f"{key} {theirs:,}, not {config[key]:,}"
-        for key, theirs in zip(SHAPE_KEYS, named(name).shape[1:], strict=True)
+        for key, theirs in zip(SHAPE_KEYS, find_original(name).shape[1:], strict=True)
         if isinstance(config.get(key), int) and isinstance(theirs, int) and config[key] != theirs
     ]
     if not differing:

@@ -111,8 +111,8 @@ class CheckpointStore:
     def rotate(self, newest: int, decay_start: int | None) -> str:
         """Remove checkpoints before step `newest`, except the last `keep_last` and the one to extend the run from.
 
-        That is the last one up to `decay_start`, where saving may have failed. Return an error, or "". Some network
-        file systems do not remove a file while it is read; the next start removes it then.
+        The latter is the newest one up to `decay_start`: saving at that very step may have failed. Return an error, or
+        "". Some network file systems do not remove a file while it is read; the next start removes it then.
         """
         return on_main(self._accelerator, lambda: self._rotate(newest, decay_start))
 

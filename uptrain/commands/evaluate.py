@@ -55,8 +55,8 @@ def command(as_json: bool, **options: Any) -> None:
     rows = [
         ("targets", f"{result['targets']:,}, in windows of {result['seq_len']:,} tokens"),
         ("loss", f"{result['loss']:.4f} nats per token"),
+        ("perplexity", f"{result['perplexity']:.4g}"),
     ]
-    rows.append(("perplexity", f"{result['perplexity']:.4g}"))
     if "kl" in result:
         rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))
         rows.append(("above the teacher's", f"{result['loss'] - result['teacher_loss']:+.4f}"))

@@ -58,16 +58,6 @@ def count_option(name: str, help: str) -> Callable[[Command], Command]:
     return click.option(name, type=CountType(), metavar="N", help=help)
 
 
-def seq_len_option(command: Command) -> Command:
-    """Add the length of the windows that texts are cut into."""
-    return click.option(
-        "--seq-len",
-        type=click.IntRange(2, LARGEST_SIZE),
-        metavar="N",
-        help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
-    )(command)
-
-
 def parse_machine_shard(text: str) -> "MachineShard":
     """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
     from uptrain.data.prepare.quotas import MachineShard
@@ -83,6 +73,19 @@ def max_minutes_option(help: str) -> Callable[[Command], Command]:
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)
 
 
+seq_len_option = click.option(
+    "--seq-len",
+    type=click.IntRange(2, LARGEST_SIZE),
+    metavar="N",
+    help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
+)
+optimizer_option = click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    default=OPTIMIZERS[0],
+    show_default=True,
+    help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
+)
 micro_batch_option = click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
@@ -110,14 +113,6 @@ def budget_options(command: Command) -> Command:
         count_option("--global-batch-tokens",
                      "Tokens of one optimizer step, over all processes.  [default: the original's]"),
     )  # fmt: skip
-
-
-def optimizer_option(command: Command) -> Command:
-    """Add the optimizer."""
-    return click.option(
-        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
-        help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
-    )(command)  # fmt: skip
 
 
 def schedule_options(command: Command) -> Command:

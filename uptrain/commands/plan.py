@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
-from model.common.counts import format_count
+from model.common.counts import counted, format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
     ModelFolder,
@@ -90,10 +90,10 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     print_key_values(f"Uptraining {plan['model']}", rows)
     chosen = "default" if options["trainable"] is None else "chosen"
     columns = [f"{part}*" if part == plan["trainable"] else part for part in TRAINABLE]
-    print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory(plan["memory"]))
-    print_columns(f"\nTime for --trainable (* {chosen})", columns, _time(plan["time"], plan["processes"]))
+    print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory_rows(plan["memory"]))
+    print_columns(f"\nTime for --trainable (* {chosen})", columns, _time_rows(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
-        print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting(plan["memory"]))
+        print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting_rows(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
     echo(f"\nNext:\n{_next_command(plan)}")
@@ -138,7 +138,7 @@ def _next_command(plan: dict[str, Any]) -> str:
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
-            return f"  nothing fits {n} device{'' if n == 1 else 's'} of {size(context.params['memory'])}"
+            return f"  nothing fits {counted(n, 'device')} of {size(context.params['memory'])}"
         parts = re.split(" (?=--)", fit["command"])
         covered |= {"teacher", "trainable", "lora_rank", "optimizer", "micro_batch", "seq_len"}
     else:
@@ -186,7 +186,7 @@ def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
     original, data = plan["original"], plan["data"]
     rows = [
         ("parameters", f"{format_count(plan['n_params'])}, {_attention(plan)}"),
-        ("original", _original(original) if original else "not in the table"),
+        ("original", _original_text(original) if original else "not in the table"),
         ("α", "unknown without --original-tokens" if plan["alpha"] is None else f"{plan['alpha']:.4g}"),
         ("steps", f"{plan['steps']:,}"),
         ("tokens", f"{plan['tokens']:,} ({format_count(plan['tokens'])})"),
@@ -198,7 +198,7 @@ def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _original(original: dict[str, Any]) -> str:
+def _original_text(original: dict[str, Any]) -> str:
     note = f"; {original['note']}" if original["note"] else ""
     return (
         f"{original['name']}: {format_count(original['tokens'])} tokens in {original['steps']:,} steps, peak "
@@ -257,7 +257,7 @@ def _disk(memory: dict[str, Any]) -> str:
     return ", ".join(f"{part} {size(memory[part]['disk_bytes'])}" for part in TRAINABLE if memory[part])
 
 
-def _memory(memory: dict[str, Any]) -> list[tuple[str, ...]]:
+def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table; a part that the model does not have is a dash."""
     parts, counts = [memory[part] for part in TRAINABLE], list(memory["all"][SHARDED])
     rows = [_size_row(label, [part and part[f"{name}_bytes"] for part in parts]) for name, label in KINDS.items()]
@@ -284,7 +284,7 @@ def _size_row(label: str, sizes: list[Any]) -> tuple[str, ...]:
     return (label, *("–" if nbytes is None else size(nbytes) for nbytes in sizes))
 
 
-def _time(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
+def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
     """Return the hours of a run on each kind of device, and of one device if there are several."""
     parts = [time[part] for part in TRAINABLE]
     counts = [(processes, "hours"), *([(1, "device_hours")] if processes > 1 else [])]
@@ -295,13 +295,12 @@ def _time(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
     return rows
 
 
-def _fitting(memory: dict[str, Any]) -> list[tuple[str, str]]:
+def _fitting_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     """Return for each number of devices the command and its memory of each device."""
-    rows = []
-    for n, fit in memory["fitting"].items():
-        devices = f"{n} device{'' if n == '1' else 's'}"
-        rows.append((devices, f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits"))
-    return rows
+    return [
+        (counted(int(n), "device"), f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits")
+        for n, fit in memory["fitting"].items()
+    ]
 
 
 def _hours(hours: float) -> str:

@@ -9,6 +9,7 @@ import click
 from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, json_option
+from model.common.counts import counted, parse_count
 from model.common.errors import InputError
 from uptrain.commands.options import ModelFolder, parse_machine_shard
 from uptrain.distributed.signals import CONTINUES, interruptible
@@ -92,7 +93,6 @@ def command(**options: Any) -> None:
 def _prepare_options(
     *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
 ) -> "PrepareOptions":
-    from model.common.counts import parse_count
     from model.common.machine import n_cores
     from uptrain.data.prepare.prepare import PrepareOptions
 
@@ -141,9 +141,5 @@ def _ignored(files: list[str]) -> list[str]:
 
 def _described(source: dict[str, Any]) -> str:
     weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-    documents, files = _number(source["documents"], "document"), _number(source["files"], "file")
+    documents, files = counted(source["documents"], "document"), counted(source["files"], "file")
     return f"{documents}, {source['tokens']:,} tokens, {files}{weight}"
-
-
-def _number(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -13,7 +13,7 @@ from uptrain.data.default_sizes import default_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
 from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
-from uptrain.distributed.collectives import main_process_first
+from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
 BYTES_PER_TOKEN = 4
@@ -37,7 +37,7 @@ def ensure_cache(
         options = PrepareOptions(
             tuple(data), out, length, tokenizer, workers=n_cores(), option=option, temporary=temporary
         )
-        main_process_first(lambda: _build(options, quiet), out / MANIFEST)
+        on_main_without_group(lambda: _build(options, quiet), out / MANIFEST)
     return cache_folder(data, out)
 
 

@@ -66,7 +66,7 @@ def choose_device(name: str) -> torch.device:
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
-        device = _own_gpu() if has_accelerator() else torch.device("cpu")
+        device = own_gpu() if has_accelerator() else torch.device("cpu")
     else:
         device = find_device(name)
     if device.index is not None:
@@ -74,7 +74,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _own_gpu() -> torch.device:
+def own_gpu() -> torch.device:
     """Return the GPU of this process, one of many. It may be the only one that the process sees."""
     gpu = torch.accelerator.current_accelerator()
     assert gpu is not None
@@ -104,7 +104,7 @@ def check_trackers(track: Sequence[str]) -> None:
 
 def make_accelerator(
     precision: str,
-    block_names: Sequence[str],
+    layer_class_names: Sequence[str],
     track: Sequence[str] = (),
     folder: Path | None = None,
     device: torch.device | None = None,
@@ -133,7 +133,7 @@ def make_accelerator(
     accelerator = Accelerator(
         cpu=not has_accelerator() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
-        fsdp_plugin=fsdp_plugin(precision, block_names) if sharded else None,
+        fsdp_plugin=fsdp_plugin(precision, layer_class_names) if sharded else None,
         # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[

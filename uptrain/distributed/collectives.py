@@ -71,7 +71,7 @@ def is_lost_process(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def main_process_first(work: Callable[[], object], done: Path) -> None:
+def on_main_without_group(work: Callable[[], object], done: Path) -> None:
     """Run `work` on the main process, while the others wait for the file `done`, which it writes last.
 
     This is for long work before the process group exists, since collectives have a timeout. If the main process fails,

@@ -13,7 +13,7 @@ from uptrain.distributed.collectives import on_main
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def fsdp_plugin(precision: str, block_names: Sequence[str]) -> FullyShardedDataParallelPlugin:
+def fsdp_plugin(precision: str, layer_class_names: Sequence[str]) -> FullyShardedDataParallelPlugin:
     """Return the settings of FSDP2. accelerate's defaults would sum gradients and round the loss in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -22,7 +22,7 @@ def fsdp_plugin(precision: str, block_names: Sequence[str]) -> FullyShardedDataP
         fsdp_version=2,
         reshard_after_forward=True,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=list(block_names),
+        transformer_cls_names_to_wrap=list(layer_class_names),
         state_dict_type="SHARDED_STATE_DICT",
         cpu_ram_efficient_loading=False,
         cpu_offload=False,

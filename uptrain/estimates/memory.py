@@ -39,8 +39,8 @@ COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes, by precision, of an activation, a teacher's parameter, and the copy of a trained one in the computation."""
 ADAMW_BYTES = 8
 """Bytes of AdamW's two moments of a parameter."""
-SHARD_OF_TWO = 0.5
-"""The largest share of a tensor in a device's shard."""
+LARGEST_SHARD = 0.5
+"""Largest share of a parameter that a device holds where it is sharded: two devices."""
 MIN_CHUNK_LOGITS = 1 << 23
 """As in `model.decoder.losses`, which needs torch."""
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
@@ -71,7 +71,7 @@ class MemoryOptions:
     """Whether the activations of a layer are computed again in the backward pass."""
 
     @property
-    def options(self) -> str:
+    def flags(self) -> str:
         """The options as `uptrain run` takes them, besides the micro-batch."""
         return f"--trainable {self.trainable}{' --activation-checkpointing' * self.activation_checkpointing}"
 
@@ -108,7 +108,7 @@ class Memory:
         states = self.frozen + self.masters + self.gradients + self.optimizer + self.teacher - self.shared
         return -(-states // devices) + self.gathered + self.activations + self.logits
 
-    def of(self, devices: int) -> int:
+    def per_device(self, devices: int) -> int:
         """Return the bytes of each device: one, or several with FSDP2."""
         return self.replicated() if devices == 1 else self.sharded(devices)
 
@@ -120,7 +120,7 @@ class MemoryEstimator:
     tensors: tuple[TensorInfo, ...]
     teacher: tuple[TensorInfo, ...]
     """Empty without a teacher."""
-    same: frozenset[str]
+    equal_to_teacher: frozenset[str]
     """The tensors that equal the teacher's of that name, as far as some of their rows tell."""
     config: Mapping[str, Any]
     sizes: ModelSizes
@@ -129,9 +129,9 @@ class MemoryEstimator:
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora_rank: int = DEFAULT_RANK
-    wide: frozenset[str] = frozenset()
+    always_float32: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
-    kept: "Callable[[str], KeptBytes | InputError] | None" = None
+    measure_kept: "Callable[[str], KeptBytes | InputError] | None" = None
     """Measures what transformers' class keeps when a part is trained, or returns why it cannot be measured. None: it is
     estimated by the formula of the own decoder."""
 
@@ -155,9 +155,12 @@ class MemoryEstimator:
                 "intermediate_size. `uptrain run` says whether it can be trained."
             )
         inner = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
-        taught, same = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
-        wide, kept = _read_wide(model, config), _measure_kept(model, config, seq_len, precision, lora_rank)
-        return cls(tensors, taught, same, config, sizes, inner, seq_len, precision, optimizer, lora_rank, wide, kept)
+        taught, equal = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
+        float32 = _read_always_float32(model, config)
+        kept = _make_measure_kept(model, config, seq_len, precision, lora_rank)
+        return cls(
+            tensors, taught, equal, config, sizes, inner, seq_len, precision, optimizer, lora_rank, float32, kept
+        )
 
     def trained(self, part: str) -> list[TensorInfo]:
         """Return the parameters that are trained. Raises InputError if the model does not have the part."""
@@ -169,14 +172,14 @@ class MemoryEstimator:
     def memory(self, chosen: MemoryOptions) -> Memory:
         """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
-        Tensors of the teacher count as shared if they are in `same`, frozen, and not `wide`.
+        Tensors of the teacher count as shared if they are in `equal_to_teacher`, frozen, and not `always_float32`.
         """
         pattern, width = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = self.trained(chosen.trainable)
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
-        wide = {tensor for tensor in frozen if tensor.name in self.wide}
-        same = {tensor for tensor in frozen if tensor.name in self.same} - wide
+        wide = {tensor for tensor in frozen if tensor.name in self.always_float32}
+        shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - wide
         stored = BITS[common_dtype(self.tensors)] // 8
         activations, logits = self._activations(chosen), self._logits(tokens)
         head = count_head(trained) if is_native(self.config) else 0
@@ -188,10 +191,10 @@ class MemoryEstimator:
             gradients=GRADIENT_BYTES * n_trained,
             optimizer=sum(state_bytes(self.optimizer, tensor.shape) for tensor in trained),
             teacher=width * count_parameters(self.teacher),
-            shared=width * count_parameters(same),
+            shared=width * count_parameters(shared),
             activations=activations,
             logits=logits,
-            gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - same, 1))
+            gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - shared, 1))
             + self._reduced(trained, head, activations, logits),
         )
 
@@ -209,34 +212,36 @@ class MemoryEstimator:
     def _adapters(self) -> Iterator[TensorInfo]:
         """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
         for tensor in self.tensors:
-            if layer_number(tensor.name) is not None and len(tensor.shape) == 2 and tensor.name not in self.wide:
+            is_matrix_of_layer = layer_number(tensor.name) is not None and len(tensor.shape) == 2
+            if is_matrix_of_layer and tensor.name not in self.always_float32:
                 n_out, n_in = tensor.shape
                 yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
                 yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
 
     def warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""
-        kept = self.kept and self.kept(part)
-        if is_native(self.config) or (kept is not None and not isinstance(kept, InputError)):
+        if is_native(self.config) or self._measured(part):
             return None
-        if isinstance(kept, InputError) and kept.__cause__ is None:  # our refusal, which `run` gives too
+        failure = self.measure_kept and self.measure_kept(part)
+        if isinstance(failure, InputError) and failure.__cause__ is None:  # our refusal, which `run` gives too
             return None
-        why = "" if kept is None else f" ({str(kept).rstrip('.')})"
+        why = "" if failure is None else f" ({str(failure).rstrip('.')})"
         return (
             f"the activations of model_type {self.config.get('model_type')!r} are estimated as Llama's, since those of "
             f"transformers' class are not known{why}: training may take far more memory than estimated."
         )
 
+    def _measured(self, part: str) -> "KeptBytes | None":
+        """Return what transformers' class keeps when a part is trained; None if it was not measured."""
+        kept = self.measure_kept and self.measure_kept(part)
+        return None if isinstance(kept, InputError) else kept
+
     def _activations(self, chosen: MemoryOptions) -> int:
         """Return the bytes of a micro-batch that are kept for the backward pass."""
         n_layers, states = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
-        kept = self.kept and self.kept(chosen.trainable)
-        layer: float
-        outside: float
-        if kept is None or isinstance(kept, InputError):
-            layer, outside = self.seq_len * self._layer_bytes(chosen.trainable), self._mask_bytes()
-        else:
-            layer, outside = kept.layer, kept.outside
+        kept = self._measured(chosen.trainable)
+        layer = kept.layer if kept else self.seq_len * self._layer_bytes(chosen.trainable)
+        outside = kept.outside if kept else self._mask_bytes()
         layers = n_layers * states + layer if chosen.activation_checkpointing else n_layers * layer
         return int(chosen.micro_batch * (layers + outside))
 
@@ -264,12 +269,13 @@ class MemoryEstimator:
     def _reduced(self, trained: list[TensorInfo], head: int, activations: int, logits: int) -> int:
         """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
 
-        A gradient is there as computed, in float32 to be reduced, and reduced, in this device's shard. The largest of
-        three moments counts: in the loss, in the backward pass of the last layer, and at its end, when embedding and
-        head are reduced together. `head`: parameters of a head whose gradient the loss computes.
+        A reduced gradient takes three buffers: as computed, in float32 for the reduction, and this device's shard of
+        the result. The largest of three moments counts: in the loss, in the backward pass of the last layer, and at its
+        end, when embedding and head are reduced together. `head`: parameters of a head whose gradient the loss
+        computes.
         """
         width = COMPUTE_BYTES[self.precision]
-        reduced = int(width + GRADIENT_BYTES + SHARD_OF_TWO * GRADIENT_BYTES)
+        reduced = int(width + GRADIENT_BYTES + LARGEST_SHARD * GRADIENT_BYTES)
         copy_of_head = width * head
         in_loss = activations + logits + (copy_of_head if width < GRADIENT_BYTES else 0)
         in_last_layer = activations + copy_of_head + reduced * max(count_by_layer(trained).values(), default=0)
@@ -289,8 +295,8 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
         return taught, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
 
 
-def _read_wide(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return `MemoryEstimator.wide`. It depends on the modules of transformers' classes, which need torch."""
+def _read_always_float32(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return `MemoryEstimator.always_float32`. It depends on the modules of transformers' classes, which need torch."""
     if is_native(config) or not knows_attention(config):
         return frozenset()
     from uptrain.models.load import float32_names
@@ -298,15 +304,15 @@ def _read_wide(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
     return float32_names(model)
 
 
-def _measure_kept(
+def _make_measure_kept(
     model: Path, config: Mapping[str, Any], seq_len: int, precision: str, lora_rank: int
 ) -> "Callable[[str], KeptBytes | InputError] | None":
-    """Return `MemoryEstimator.kept`, which measures a part when it is first asked for."""
+    """Return `MemoryEstimator.measure_kept`, which measures a part when it is first asked for."""
     if is_native(config) or not knows_attention(config):
         return None
 
     @cache
-    def kept(part: str) -> "KeptBytes | InputError":
+    def measure_kept(part: str) -> "KeptBytes | InputError":
         from uptrain.models.kept_activations import kept_bytes
 
         try:
@@ -314,7 +320,7 @@ def _measure_kept(
         except InputError as error:
             return error
 
-    return kept
+    return measure_kept
 
 
 def _rows_equal(one: Checkpoint, other: Checkpoint, tensor: TensorInfo) -> bool:
@@ -330,9 +336,11 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     n = prod(shape)
     if optimizer == "adamw8bit" and n >= 4096 and n % 256 == 0:
         return 2 * (n + 4 * n // 256)
+    if optimizer == "adafactor" and len(shape) > 1:
+        return 4 * (prod(shape[:-1]) + prod((*shape[:-2], shape[-1])))
     if optimizer == "adafactor":
-        return 4 * (prod(shape[:-1]) + prod((*shape[:-2], shape[-1])) if len(shape) > 1 else prod(shape))
-    return ADAMW_BYTES * prod(shape)
+        return 4 * n
+    return ADAMW_BYTES * n
 
 
 def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str, width: int) -> int:

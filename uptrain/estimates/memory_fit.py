@@ -40,6 +40,6 @@ def first_that_fits(
     sizes = [min(micro_batch, n_windows)] if micro_batch else [*micro_batch_sizes(estimator.seq_len, n_windows)]
     for part, again, size in product(known, recompute, sizes):
         chosen = MemoryOptions(part, size, again)
-        if estimator.memory(chosen).of(devices) <= nbytes:
+        if estimator.memory(chosen).per_device(devices) <= nbytes:
             return chosen
     return None

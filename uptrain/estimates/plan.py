@@ -22,8 +22,7 @@ from uptrain.budget.budget import (
     repetition_warning,
 )
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
-from uptrain.budget.identify import named, shape_warning
-from uptrain.budget.vocabularies import check_embedding, check_teacher
+from uptrain.budget.identify import find_original, shape_warning
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
@@ -33,6 +32,7 @@ from uptrain.estimates.parameter_counts import count_multiplied, count_parameter
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of
+from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 
 DEVICES = (1, 2, 4, 8)
@@ -72,7 +72,7 @@ def make_plan(
     `memory` is what each device has, in bytes, for `memory.fitting`.
     """
     manifest = Manifest.parse(data) if data is not None else None
-    _check_heads_and_vocabularies(model, teacher)
+    _check_lm_heads_and_vocabularies(model, teacher)
     with open_checkpoint(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
@@ -141,7 +141,7 @@ def make_plan(
     }
 
 
-def _check_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
+def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
     """Raise InputError for models that `uptrain run` refuses: without a head, of other vocabularies or formats."""
     folders = [model, *([teacher] if teacher else [])]
     sizes = [read_config(folder)[1].get("vocab_size") for folder in folders]
@@ -149,9 +149,9 @@ def _check_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
         with open_checkpoint(folder) as checkpoint:
             check_head(checkpoint)
         if isinstance(vocab_size, int):  # not of a wrapper
-            check_embedding(folder, vocab_size)
+            check_embedding_rows(folder, vocab_size)
     if isinstance(sizes[0], int) and isinstance(sizes[-1], int):
-        check_teacher(sizes[0], sizes[-1], str(teacher))
+        check_same_vocab_size(sizes[0], sizes[-1], str(teacher))
 
 
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
@@ -166,7 +166,9 @@ def _default_peaks(budget: Budget, method: str | None) -> dict[str, float] | Non
     """Return the default peak of each choice of `--trainable`; None if the original is unknown."""
     if budget.original is None:
         return None
-    return {part: default_peak(named(budget.original).peak_lr, peak_divisor(method, part)) for part in TRAINABLE}
+    return {
+        part: default_peak(find_original(budget.original).peak_lr, peak_divisor(method, part)) for part in TRAINABLE
+    }
 
 
 def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
@@ -234,7 +236,7 @@ def _fitting(
             "trainable": chosen.trainable,
             "activation_checkpointing": chosen.activation_checkpointing,
             "micro_batch_tokens": chosen.micro_batch * estimator.seq_len,
-            "bytes_per_process": estimator.memory(chosen).of(n),
+            "bytes_per_process": estimator.memory(chosen).per_device(n),
             "command": run_command(chosen, model, teacher, estimator, n),
         }
 
@@ -256,7 +258,7 @@ def run_command(
     """Return the beginning of a command that trains as chosen, without data, budget and output."""
     words = [program_on(devices), "run", shlex.quote(model)]
     words += ["--teacher", shlex.quote(str(teacher))] if teacher else []
-    words += [chosen.options]
+    words += [chosen.flags]
     words += ["--optimizer", estimator.optimizer] if estimator.optimizer != "adamw" else []
     words += (
         [f"--lora-rank {estimator.lora_rank}"]
@@ -269,7 +271,7 @@ def run_command(
 
 def _original(name: str) -> dict[str, Any]:
     keys = ("name", "tokens", "batch_tokens", "steps", "peak_lr", "certainty", "source", "note")
-    return {key: getattr(named(name), key) for key in keys}
+    return {key: getattr(find_original(name), key) for key in keys}
 
 
 def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len: int) -> dict[str, Any] | None:
@@ -281,7 +283,10 @@ def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len:
 
 
 def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
-    """Return what to expect of a conversion that was not trained since, and the command that measures it."""
+    """Return the first loss to expect after a conversion, and the command that measures it.
+
+    Nothing is expected of a model trained since.
+    """
     words = [
         "uptrain evaluate",
         shlex.quote(str(model)),

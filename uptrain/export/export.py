@@ -20,6 +20,7 @@ from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RE
 from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
+from model.decoder.transformers_model import THEIRS
 from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
@@ -120,7 +121,7 @@ def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
 
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
-    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}theirs.", f"model.{STUDENT}"))
+    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}{THEIRS}", f"model.{STUDENT}"))
     weights = trained
     if run.settings.trainable != "all":
         model = Path(run.settings.model)
@@ -145,7 +146,9 @@ class _Completed(Checkpoint):
             stored: replace(source.tensors[name], name=stored) for stored, (source, name) in self._places.items()
         }
         modules = {stored: name.removesuffix("weight") for name, stored in names.items()}
-        self._adapters = {name: of for name, of in modules.items() if f"{of}lora_A.weight" in trained.tensors}
+        self._adapters = {
+            name: module for name, module in modules.items() if f"{module}lora_A.weight" in trained.tensors
+        }
         for name in self._adapters:
             self.tensors[name] = replace(self.tensors[name], dtype="F64")
 
@@ -154,9 +157,10 @@ class _Completed(Checkpoint):
         rows = source.rows(own_name, start, stop)
         if name not in self._adapters:
             return rows
-        trained, of = self._open[0], self._adapters[name]
-        rank = trained.tensors[f"{of}lora_A.weight"].shape[0]
-        a_RI, b_OR = trained.rows(f"{of}lora_A.weight", 0, rank), trained.rows(f"{of}lora_B.weight", start, stop)
+        trained, module = self._open[0], self._adapters[name]
+        rank = trained.tensors[f"{module}lora_A.weight"].shape[0]
+        a_RI = trained.rows(f"{module}lora_A.weight", 0, rank)
+        b_OR = trained.rows(f"{module}lora_B.weight", start, stop)
         merged: Array = rows.astype(np.float64) + b_OR.astype(np.float64) @ a_RI.astype(np.float64)
         return merged
 

@@ -15,15 +15,15 @@ from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta_from_config
 
 
-def blocks(student: LanguageModel) -> list[nn.Module]:
+def decoder_layers(model: LanguageModel) -> list[nn.Module]:
     """Return the decoder layers."""
-    if isinstance(student, LlamaForCausalLM):
-        return list(student.model.layers)
-    names = set(getattr(student.theirs, "_no_split_modules", None) or ())
-    return [module for module in student.modules() if type(module).__name__ in names]
+    if isinstance(model, LlamaForCausalLM):
+        return list(model.model.layers)
+    names = set(getattr(model.theirs, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def block_names(folder: Path) -> tuple[str, ...]:
+def layer_class_names(folder: Path) -> tuple[str, ...]:
     """Return the class names of a folder's decoder layers, the units of FSDP. Needs no weights.
 
     They are empty if transformers does not name them. Names that its class shares with others, such as those of vision
@@ -32,7 +32,7 @@ def block_names(folder: Path) -> tuple[str, ...]:
     _, config = read_config(folder)
     if is_native(config):
         return ("Block",)
-    return tuple(sorted({type(layer).__name__ for layer in blocks(build_meta_from_config(folder))}))
+    return tuple(sorted({type(layer).__name__ for layer in decoder_layers(build_meta_from_config(folder))}))
 
 
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:

@@ -65,29 +65,35 @@ def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
 
 def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
     """Make float32 masters of trained parameters; hold frozen ones in `frozen_dtype` if their modules can cast them."""
-    for parameter, dtype in _dtypes(student, frozen_dtype):
+    for parameter, dtype in _cast_and_choose_dtypes(student, frozen_dtype):
         parameter.data = parameter.data.to(dtype)
 
 
 def set_dtypes_of_undefined(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
     """Do the same with undefined weights. They stay unwritten, and so take no memory yet."""
-    for parameter, dtype in _dtypes(student, frozen_dtype):
+    for parameter, dtype in _cast_and_choose_dtypes(student, frozen_dtype):
         if parameter.dtype != dtype:
             parameter.data = torch.empty_like(parameter.data, dtype=dtype)
 
 
 def uncast_names(student: LanguageModel) -> list[str]:
-    """Return the names of the parameters that stay float32 even if nothing is trained."""
-    dtypes = _dtypes(student.requires_grad_(False), torch.bfloat16)
+    """Return the names of the parameters that stay float32 even if nothing is trained.
+
+    Freezes the model and changes the classes of its modules: pass a model made for this.
+    """
+    dtypes = _cast_and_choose_dtypes(student.requires_grad_(False), torch.bfloat16)
     names = (name for name, _ in student.named_parameters())
     return [name for name, (_, dtype) in zip(names, dtypes, strict=True) if dtype == torch.float32]
 
 
-def _dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> list[tuple[nn.Parameter, torch.dtype]]:
+def _cast_and_choose_dtypes(
+    student: LanguageModel, frozen_dtype: torch.dtype
+) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Make modules cast in use where they can; return each parameter with the dtype to hold it in."""
     wide: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
-        if any(parameter.requires_grad for parameter in own) or not cast_in_use(module, torch.float32):
+        if any(parameter.requires_grad for parameter in own) or not make_cast_in_use(module, torch.float32):
             wide |= {id(parameter) for parameter in own}
     return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
 
@@ -99,8 +105,8 @@ def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
             module.state_dtype = dtype
 
 
-def cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
-    """Change a module's class to one that casts its parameters in use. Return False if there is none for it.
+def make_cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
+    """Change a module's class to one that casts its parameters where it uses them; return whether there is one.
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """

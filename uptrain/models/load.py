@@ -17,7 +17,7 @@ from model.decoder.config import is_native, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model
-from model.decoder.transformers_model import TransformersModel, check_separation
+from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.lora import add_adapters
@@ -164,11 +164,11 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
 
 def stored_names(folder: Path) -> dict[str, str]:
     """Return a table, name in a training checkpoint → name in the folder's files, of parameters and stored buffers."""
-    names, stem = tensor_names(folder)
+    names, prefix = tensor_names(folder)
     with open_checkpoint(folder) as checkpoint:
         if is_native(checkpoint.config):
             return loading.build_meta(checkpoint)[1]
-        return {name: name if name in checkpoint.tensors else name.removeprefix(stem) for name in names}
+        return {name: name if name in checkpoint.tensors else name.removeprefix(prefix) for name in names}
 
 
 def frozen_names(folder: Path, part: str) -> dict[str, str]:
@@ -185,7 +185,7 @@ def float32_names(folder: Path) -> frozenset[str]:
     if is_native(read_config(folder)[1]):
         return frozenset()
     wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
-    return frozenset(stored[name.removeprefix("theirs.")] for name in wide)
+    return frozenset(stored[name.removeprefix(THEIRS)] for name in wide)
 
 
 def tensor_names(folder: Path) -> tuple[tuple[str, ...], str]:

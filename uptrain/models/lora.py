@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model.common.errors import InputError
-from uptrain.models.frozen_parameters import FrozenLinear, cast_in_use
+from uptrain.models.frozen_parameters import FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
 
 _OF_LAYER = re.compile(r"\.\d+\.")
@@ -39,7 +39,7 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
     adapted = [
         module
         for name, module in student.named_modules()
-        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and cast_in_use(module, torch.float32)
+        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and make_cast_in_use(module, torch.float32)
     ]
     if not adapted:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")

@@ -10,13 +10,13 @@ from torch import nn
 from model.checkpoint import open_checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
-from uptrain.models.frozen_parameters import FrozenEmbedding, FrozenLinear, cast_in_use
+from model.decoder.transformers_model import THEIRS
+from uptrain.models.frozen_parameters import FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""
-THEIRS = "theirs."
 
 
 def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
@@ -50,7 +50,7 @@ def share(owners: ParameterOwners, teacher: LanguageModel, teacher_dtype: torch.
     for module in teacher.modules():
         own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
         own = {key: name for key, name in own.items() if name in owners}
-        if own and cast_in_use(module, teacher_dtype):
+        if own and make_cast_in_use(module, teacher_dtype):
             _use_parameters_of(module, {key: owners[name] for key, name in own.items()})
             shared |= {name: getattr(*owners[name]).nbytes for name in own.values()}
     return sum(shared.values())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.console import warn
-from uptrain.runs.folder import METRICS, STATE, Run, read_state
+from uptrain.runs.folder import METRICS, RUN_STATE, Run, read_run_state
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics, rise_warning
 
@@ -27,7 +27,7 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        run, state = Run.read(folder), read_state(folder / STATE)
+        run, state = Run.read(folder), read_run_state(folder / RUN_STATE)
         if state.get("step") and not (folder / METRICS).exists():
             warn(f"{folder / METRICS} is missing; restore it. Without it, the steps and losses are not known.")
         records = read_metrics(folder / METRICS)
@@ -38,10 +38,10 @@ class History:
             for r in records
             if "evaluation" in r and r["step"] in tokens
         ]
+        from_model = bool(run.settings.model)
         for evaluation in evaluations:
-            is_merged = bool(run.settings.model)
-            evaluation["merge_cost"] = merge_cost(evaluations[0]) if is_merged else None
-            evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if is_merged else None
+            evaluation["merge_cost"] = merge_cost(evaluations[0]) if from_model else None
+            evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if from_model else None
         warning = rise_warning(records, run.settings.lr)
         return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r], warning)
 

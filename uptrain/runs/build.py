@@ -1,4 +1,4 @@
-"""Build what a run trains: the models on their devices, the optimizer, the data and the checkpoints."""
+"""Build what a run trains: the models on their devices, the optimizer and the data."""
 
 from pathlib import Path
 
@@ -6,14 +6,13 @@ import torch
 from accelerate import Accelerator
 
 from model.decoder.llama import LlamaForCausalLM
-from uptrain.budget.vocabularies import check_teacher
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
-from uptrain.models.decoder_layers import blocks, compile_layers, recompute_activations
+from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
 from uptrain.models.frozen_parameters import set_state_dtype
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import (
@@ -27,8 +26,9 @@ from uptrain.models.load import (
 )
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
+from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
-from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.folder import METRICS
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import Training
 from uptrain.training.loss_module import STUDENT, LossModule
@@ -36,7 +36,9 @@ from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
 
 
-def build_initial(settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path) -> Training:
+def build_initial(
+    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
     student, weights = load_on_main(
@@ -44,12 +46,14 @@ def build_initial(settings: Settings, config_folder: Path, accelerator: Accelera
         lambda: initial_student(settings, config_folder),
         lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder)
+    training = build(settings, student, accelerator, folder, checkpoints)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
-def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path) -> Training:
+def build(
+    settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
     Raises InputError if data, student and teacher are incompatible.
@@ -70,7 +74,7 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
             set_state_dtype(student, torch.bfloat16)
         else:
             student.product_dtype = torch.bfloat16
-    layers = blocks(student)
+    layers = decoder_layers(student)
     if settings.compile:
         compile_layers(layers)
     if settings.activation_checkpointing:
@@ -89,7 +93,7 @@ def build(settings: Settings, student: LanguageModel, accelerator: Accelerator, 
         accelerator=accelerator,
         cache=cache,
         schedule=settings.learning_rates,
-        checkpoints=CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last),
+        checkpoints=checkpoints,
         metrics=Metrics(folder / METRICS),
         stop_request=stop_request,
         global_batch=settings.global_batch,
@@ -118,10 +122,10 @@ def _build_teacher(
         lambda: load_teacher(path, settings.precision, skip=owners),
         lambda: empty_teacher(path, settings.precision),
     )
-    check_teacher(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    check_same_vocab_size(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
     shared_bytes = share(owners, teacher, dtype)
-    layers = blocks(student)
-    place_teacher(accelerator, teacher, blocks(teacher), lambda layer: owner_layers(layer, layers))
+    layers = decoder_layers(student)
+    place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: owner_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
     return teacher, shared_bytes

@@ -14,14 +14,16 @@ from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
 from model.completeness import check_head
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
-from uptrain.budget.vocabularies import check_embedding, check_teacher
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.models.decoder_layers import block_names
+from uptrain.distributed.accelerator import wants_sharding
+from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_names
+from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.runs.fingerprints import model_sha256
+from uptrain.runs.settings import Settings
 
 MOST_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""
@@ -37,7 +39,7 @@ def check_models(
     `model` is None for a student with random weights.
     """
     folders = [folder for folder in (model, teacher) if folder]
-    check_heads(folders)
+    check_lm_heads(folders)
     if model:
         check_exportable(model, *tensor_names(model))
     models = [build_meta(folder) for folder in folders]
@@ -45,14 +47,14 @@ def check_models(
         for seq_len in seq_lens:
             with prefix_path(folder):
                 check_packing(each, seq_len)
-        check_embedding(folder, each.head_weight.shape[0])
+        check_embedding_rows(folder, each.head_weight.shape[0])
     if model and trainable != "all":
         choose_part(models[0], trainable, rank, model)
     if len(models) == 2:
-        check_teacher(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
+        check_same_vocab_size(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 
 
-def check_heads(folders: Iterable[Path]) -> None:
+def check_lm_heads(folders: Iterable[Path]) -> None:
     """Raise InputError for a folder whose model has no language-model head."""
     for folder in folders:
         read_config(folder)  # refuses other formats
@@ -60,14 +62,18 @@ def check_heads(folders: Iterable[Path]) -> None:
             check_head(checkpoint)
 
 
-def layer_names(folder: Path, compiled: bool, recomputed: bool, sharded: bool) -> tuple[str, ...]:
-    """Return the class names of a model's decoder layers (`block_names`).
+def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:
+    """Return the class names of a model's decoder layers (`layer_class_names`).
 
     Raises InputError if there are none and the run needs them: to compile layers, recompute their activations or shard
     them.
     """
-    names = block_names(folder)
-    options = {"--compile": compiled, "--activation-checkpointing": recomputed, "FSDP": sharded}
+    names, sharded = layer_class_names(folder), wants_sharding()
+    options = {
+        "--compile": settings.compile,
+        "--activation-checkpointing": settings.activation_checkpointing,
+        "FSDP": sharded,
+    }
     if not names and (needing := [option for option, given in options.items() if given]):
         raise InputError(
             f"{folder}: transformers does not say which modules are the decoder layers of model_type "
@@ -118,7 +124,7 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
 
 def check_teacher_logits(logits: TeacherLogits, vocab_size: int) -> None:
     """Raise InputError if the logits are of a teacher with a vocabulary of another size."""
-    check_teacher(vocab_size, logits.manifest.vocab_size, f"of {logits.folder}, {logits.manifest.teacher},")
+    check_same_vocab_size(vocab_size, logits.manifest.vocab_size, f"of {logits.folder}, {logits.manifest.teacher},")
 
 
 def check_is_not_student(model: Path | None, teacher: Path) -> None:
@@ -168,27 +174,27 @@ def _have_equal_vocabularies(one: Path, other: Path) -> bool:
     return bool(names) and equal == names
 
 
-def check_exportable(folder: Path, parameters: Iterable[str], stem: str) -> None:
+def check_exportable(folder: Path, parameters: Iterable[str], prefix: str) -> None:
     """Raise InputError if parameters have other names in memory than in the files: the model could not be exported.
 
-    Names in the files may omit the prefix `stem`. transformers 5 fuses experts and renames the head of GPT-NeoX, unless
-    it is tied.
+    Names in the files may omit `prefix`. transformers 5 fuses experts and renames the head of GPT-NeoX, unless it is
+    tied.
     """
     with open_checkpoint(folder) as checkpoint:
-        _check_names(folder, parameters, stem, checkpoint.tensors)
+        _check_names(folder, parameters, prefix, checkpoint.tensors)
 
 
-def check_new(folder: Path, seq_len: int) -> None:
+def check_init(folder: Path, seq_len: int) -> None:
     """Raise InputError if a model of the folder's config.json cannot be trained from random weights."""
     model = build_meta_from_config(folder)
     check_packing(model, seq_len)
     if isinstance(model, TransformersModel):
-        _check_heads(folder, model.theirs.config)
+        _check_kv_heads(folder, model.theirs.config)
         names = (name for name, _ in model.theirs.named_parameters())
         _check_names(folder, names, "", names_in_files(model.theirs))
 
 
-def _check_heads(folder: Path, config: Any) -> None:
+def _check_kv_heads(folder: Path, config: Any) -> None:
     n_heads = getattr(config, "num_attention_heads", 1)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
     if n_heads % n_kv_heads:
@@ -197,9 +203,9 @@ def _check_heads(folder: Path, config: Any) -> None:
         )
 
 
-def _check_names(folder: Path, parameters: Iterable[str], stem: str, files: Container[str]) -> None:
+def _check_names(folder: Path, parameters: Iterable[str], prefix: str, files: Container[str]) -> None:
     for name in parameters:
-        if name not in files and name.removeprefix(stem) not in files:
+        if name not in files and name.removeprefix(prefix) not in files:
             raise InputError(
                 f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
                 f"({name}), so other programs could not open the result. This affects mixture-of-experts models, and "

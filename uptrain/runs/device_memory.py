@@ -9,8 +9,8 @@ import torch
 
 from model.common.console import is_first_process, size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory, local_rank, local_world_size
-from uptrain.distributed.accelerator import has_accelerator, n_shards
+from model.common.machine import available_memory, local_world_size
+from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.plan import run_command
@@ -41,7 +41,7 @@ def fitting_micro_batch(
     again = [chosen.activation_checkpointing]
     if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, again):
         return largest.micro_batch
-    needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).of(devices)
+    needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).per_device(devices)
     cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, n_windows, devices)
     of_plan = (
         f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
@@ -52,7 +52,7 @@ def fitting_micro_batch(
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
     refusal = (
-        f"{chosen.options} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
+        f"{chosen.flags} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
         f"device has {size(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
         "--micro-batch 1)."
     )
@@ -67,10 +67,8 @@ def usable_memory() -> int:
     The processes of a machine share the memory of its CPU.
     """
     if has_accelerator():
-        gpu = torch.accelerator.current_accelerator()
-        # A process may see its own device only.
-        index = local_rank() % torch.accelerator.device_count()
-        free, _ = torch.get_device_module(gpu).mem_get_info(index)
+        gpu = own_gpu()
+        free, _ = torch.get_device_module(gpu).mem_get_info(gpu.index)
     else:
         free = available_memory() // local_world_size()
     return int((1 - RESERVE) * free)

@@ -15,17 +15,17 @@ from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 
-RUN, MODEL, CHECKPOINTS, METRICS, STATE, LOCK = (
+RUN, MODEL, CHECKPOINTS, METRICS, RUN_STATE, LOCK = (
     "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
 )  # fmt: skip
 PARENT = {"run": str, "step": int}
 IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
-STATE_TYPES = {
+RUN_STATE_TYPES = {
     "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
     "pid_namespace": str,
 }  # fmt: skip
-EARLIER_STATE = {"host": None, "started": None, "pid_namespace": ""}
+EARLIER_RUN_STATE = {"host": None, "started": None, "pid_namespace": ""}
 """Fields that earlier versions did not write."""
 MOST_PID = 2**31 - 1
 
@@ -87,13 +87,13 @@ def locked(folder: Path) -> Iterator[FileLock]:
         yield file_lock
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path) -> dict[str, Any]:
     """Return the content of run_state.json; empty before the first start. Raises InputError if it is damaged."""
     if not path.exists():
         return {}
     try:
-        content = EARLIER_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
-        state = check_types(content, STATE_TYPES)
+        content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        state = check_types(content, RUN_STATE_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")

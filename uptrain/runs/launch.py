@@ -33,16 +33,16 @@ from uptrain.data.run_data import (
 )
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator, wants_sharding
-from uptrain.distributed.collectives import destroy_process_group, main_process_first
+from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
+from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
 from uptrain.runs.checks import (
     check_batch,
+    check_init,
     check_is_not_student,
+    check_layer_names,
     check_models,
-    check_new,
     check_teachers_tokenizer,
     check_tokenizer,
-    layer_names,
     warn_of_own_logits,
 )
 from uptrain.runs.extend import extend, extended_steps
@@ -100,7 +100,7 @@ def launch_new(options: RunOptions) -> None:
 
 def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_lens: list[int]) -> None:
     """Raise InputError if models, batch, launcher or trackers do not fit. Warn of logits that teach nothing."""
-    layer_names(folder, settings.compile, settings.activation_checkpointing, wants_sharding())
+    check_layer_names(folder, settings)
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
         check_teachers_tokenizer(folder, options.teacher)
@@ -109,7 +109,7 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)
     if options.init:
-        check_new(options.init, max(seq_lens))
+        check_init(options.init, max(seq_lens))
     check_batch(settings.global_batch, world_size())
     check_launcher()
     check_trackers(settings.track)
@@ -134,7 +134,7 @@ def launch_extended(
     run = _with_name(run)
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    main_process_first(lambda: extend(run, out, total), out / RUN)
+    on_main_without_group(lambda: extend(run, out, total), out / RUN)
     _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)), {})
 
 

@@ -35,14 +35,14 @@ from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import SPARE, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import SaveError, read_tensors
-from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator, wants_sharding
+from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
-from uptrain.runs.checks import check_batch, layer_names
+from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, STATE, Run, locked, read_state
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
@@ -63,14 +63,16 @@ def start(
 
     `config_folder` holds the config and tokenizer: the folder of the model, or of `--init`.
     """
-    accelerator = make_accelerator(settings.precision, _layer_names(settings, config_folder), settings.track, out)
+    layers = check_layer_names(config_folder, settings)
+    accelerator = make_accelerator(settings.precision, layers, settings.track, out)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
+    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last)
     with _device_errors_as_run_error(accelerator):
-        training = build_initial(settings, config_folder, accelerator, out)
+        training = build_initial(settings, config_folder, accelerator, out, checkpoints)
     training.deadline, training.show = deadline, without_errors(show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
@@ -78,7 +80,7 @@ def start(
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
     on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
     with _locked_on_main(accelerator, out) as check_lock:
-        training.checkpoints.check_lock = check_lock
+        checkpoints.check_lock = check_lock
         return train_run(out, settings, training, RunState(), None)
 
 
@@ -91,7 +93,8 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     run = Run.read(folder)
     run = replace(run, settings=replace(run.settings, **changes))
     settings = find_data(run.settings, folder)
-    accelerator = make_accelerator(settings.precision, _layer_names(settings, folder / MODEL), settings.track, folder)
+    layers = check_layer_names(folder / MODEL, settings)
+    accelerator = make_accelerator(settings.precision, layers, settings.track, folder)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     check_same_data(settings.data, run.cache_sha256)
@@ -107,14 +110,13 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         with _device_errors_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, accelerator, folder)
+                training = build_initial(settings, folder / MODEL, accelerator, folder, checkpoints)
             else:
-                training = build(settings, empty_student(folder / MODEL), accelerator, folder)
+                training = build(settings, empty_student(folder / MODEL), accelerator, folder, checkpoints)
         training.deadline, training.show = deadline, without_errors(show)
-        training.checkpoints.check_lock = checkpoints.check_lock = check_lock
+        checkpoints.check_lock = check_lock
         if checkpoint is None:
             return train_run(folder, settings, training, RunState(), None)
-        training.checkpoints = checkpoints  # it knows which ones are damaged
         read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
@@ -125,14 +127,10 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         return train_run(folder, settings, training, state, checkpoint)
 
 
-def _layer_names(settings: Settings, folder: Path) -> tuple[str, ...]:
-    return layer_names(folder, settings.compile, settings.activation_checkpointing, wants_sharding())
-
-
 def _is_finished(folder: Path) -> bool:
     """Return whether a run at its last step has also evaluated, which one that was stopped there has not."""
     try:
-        return bool(read_state(folder / STATE).get("status") == "finished")
+        return bool(read_run_state(folder / RUN_STATE).get("status") == "finished")
     except InputError:  # damaged; training writes it again
         return False
 
@@ -192,13 +190,13 @@ def train_run(
         failure = _explain(error, folder, state.step, accelerator)
         if accelerator.is_main_process:
             status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
-            _write_last_state(folder, status, state.step, str(failure))
+            _write_last_run_state(folder, status, state.step, str(failure))
         if failure is error:
             raise
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        _write_last_state(folder, status, state.step, reason)
+        _write_last_run_state(folder, status, state.step, reason)
         try:
             training.metrics.flush()
         except OSError as error:
@@ -250,7 +248,7 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        message = " ".join(str(error).split())
+        message = one_line(str(error))
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
     if isinstance(error, (InputError, OSError)):
         return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
@@ -286,7 +284,7 @@ def _record_start(
     _log_start(settings, training, state, checkpoint)
     if problem := _disk_space_warning(folder, settings, training):
         warn(problem)
-    _write_state(folder, "running", state.step)
+    _write_run_state(folder, "running", state.step)
 
 
 def _log_start(settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
@@ -325,18 +323,18 @@ def _describe(settings: Settings, training: Training) -> str:
     )
 
 
-def _write_state(folder: Path, status: str, step: int, reason: str = "") -> None:
+def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> None:
     pid = os.getpid()
     state = {
         "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
         "started": process_start(pid), "pid_namespace": pid_namespace(),
     }  # fmt: skip
-    replace_file(folder / STATE, json_text(state))
+    replace_file(folder / RUN_STATE, json_text(state))
 
 
-def _write_last_state(folder: Path, status: str, step: int, reason: str) -> None:
+def _write_last_run_state(folder: Path, status: str, step: int, reason: str) -> None:
     """Write the state of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
     try:
-        _write_state(folder, status, step, reason)
+        _write_run_state(folder, status, step, reason)
     except OSError as error:
-        warn(f"{STATE} could not be written, and still says that the run is running: {error}")
+        warn(f"{RUN_STATE} could not be written, and still says that the run is running: {error}")

@@ -1,6 +1,6 @@
 """Compute evaluation metrics as sums per batch: losses, divergence from the teacher, agreement with the teacher.
 
-Letters: N tokens, V vocabulary, M hidden size.
+Letters: N tokens, C tokens of a chunk, V vocabulary.
 """
 
 import math
@@ -66,13 +66,13 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     teacher_NV = None if teacher is None else _logits(teacher, batch, has_target_N, step)
     for start in range(0, len(targets_N), step):
         chunk = slice(start, start + step)
-        p_CV = student_NV.of(chunk).log_softmax(dim=1)
-        sums[1] += to_float64(F.nll_loss(p_CV, targets_N[chunk], reduction="none")).sum()
+        log_student_CV = student_NV.of(chunk).log_softmax(dim=1)
+        sums[1] += to_float64(F.nll_loss(log_student_CV, targets_N[chunk], reduction="none")).sum()
         if teacher_NV is not None:
-            q_CV = teacher_NV.of(chunk).log_softmax(dim=1)
-            sums[2] += to_float64(F.nll_loss(q_CV, targets_N[chunk], reduction="none")).sum()
-            sums[3] += to_float64((q_CV.exp() * (q_CV - p_CV)).sum(dim=1)).sum()
-            sums[4] += (q_CV.argmax(dim=1) == p_CV.argmax(dim=1)).sum().to(sums.device)
+            log_teacher_CV = teacher_NV.of(chunk).log_softmax(dim=1)
+            sums[2] += to_float64(F.nll_loss(log_teacher_CV, targets_N[chunk], reduction="none")).sum()
+            sums[3] += to_float64((log_teacher_CV.exp() * (log_teacher_CV - log_student_CV)).sum(dim=1)).sum()
+            sums[4] += (log_teacher_CV.argmax(dim=1) == log_student_CV.argmax(dim=1)).sum().to(sums.device)
     return sums
 
 

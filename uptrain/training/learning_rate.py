@@ -1,7 +1,8 @@
 """Compute learning rates: pure functions of the step, independent of the world size, without state to save.
 
 Every schedule is `peak` x warm-up x shape. The warm-up rises linearly to 1 and is above 0 at the first step. The shape
-is 1 during the warm-up, and reaches its final value after the last step, so that no step has a learning rate of 0.
+of wsd and cosine is 1 during the warm-up, and reaches its final value after the last step, so that no step has a
+learning rate of 0. That of inverse-sqrt is 1 at step 0 and falls from there once pre-training has passed 10,000 steps.
 """
 
 import math
@@ -104,4 +105,4 @@ def _inverse_sqrt(schedule: Schedule, step: int) -> float:
 _SHAPES = {"wsd": _wsd, "cosine": _cosine, "constant": _constant, "inverse-sqrt": _inverse_sqrt}
 SCHEDULES = tuple(_SHAPES)
 EXTENDABLE = ("wsd", "constant", "inverse-sqrt")
-"""Schedules whose steps do not depend on the length of the run; those of wsd until it decays (`decay_start`)."""
+"""Schedules whose learning rates do not depend on the length of the run; wsd only until it decays (`decay_start`)."""

@@ -43,7 +43,7 @@ LARGEST = 1e300
 LATEST = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
 MEASURABLE = 0.01
-"""Smallest difference of two losses, in nats per token, that is told of.
+"""Smallest difference of two losses, in nats per token, that is reported.
 
 It is 1 % of the perplexity, and about the spread of losses between seeds (docs/study.md).
 """
@@ -88,6 +88,7 @@ class Metrics:
 
         Lines are parsed from the end down to the first step that stays, so that a long run resumes about as fast as a
         short one.
+
         Raises InputError if one of them is damaged.
         """
         lines, kept_lines = _complete_lines(self.path), []

@@ -8,7 +8,7 @@ SPIKE_WINDOW = 128
 """How many norms a spike is compared with. Before there are as many, none is a spike."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpikeDetector:
     """Compares gradient norms with those before them. Norms of the whole gradient give all ranks the same result."""
 

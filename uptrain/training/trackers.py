@@ -11,6 +11,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from model.common.printable import one_line
+
 WANDB_PROJECT = "groupwise"
 """The project of Weights & Biases, unless the variable of this name says another."""
 
@@ -61,4 +63,4 @@ def _of_each(accelerator: Accelerator, call: Callable[[Any], None]) -> list[str]
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__

@@ -97,35 +97,35 @@ def _has_recorded_content(folder: Path, numbered: tuple[int, UnitRecord]) -> boo
 
 
 @contextmanager
-def joined(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
-    """Move the finished units of all machine shards into `staging`, as `machine_shards` opens them.
+def join_machine_shards(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
+    """Move the finished units of all machine shards into `staging`, as `open_machine_shards` opens them.
 
     Raises InputError if a machine has read other files than those of this command: its work would be lost.
     """
-    with machine_shards(staging, fingerprint, "another tokenizer or --text-column") as others:
-        for machine_shard in others:
-            _check_same_files(machine_shard, units)
-        for machine_shard in others:
-            for number, unit_record in load_records(machine_shard, units, dtype).items():
+    with open_machine_shards(staging, fingerprint, "another tokenizer or --text-column") as others:
+        for other in others:
+            _check_same_files(other, units)
+        for other in others:
+            for number, unit_record in load_records(other, units, dtype).items():
                 for name in shard_names(number):
-                    (machine_shard.folder / name).rename(staging.folder / name)
+                    (other.folder / name).rename(staging.folder / name)
                 record(staging, units[number], unit_record)
         yield
 
 
-def _check_same_files(machine_shard: Staging, units: list[Unit]) -> None:
-    entries = {unit: machine_shard.finished.get(str(unit.number)) for unit in units}
-    other = [unit for unit, entry in entries.items() if entry and entry["identity"] != unit.identity()]
-    if other:
+def _check_same_files(other: Staging, units: list[Unit]) -> None:
+    entries = {unit: other.finished.get(str(unit.number)) for unit in units}
+    differing = [unit for unit, entry in entries.items() if entry and entry["identity"] != unit.identity()]
+    if differing:
         raise InputError(
-            f"{len(other):,} finished units in {machine_shard.root} are of other files than now: path, size or "
-            f"modification time differ, as of {other[0].pieces[0].path}. Give the files that it read, under the same "
-            "paths, or remove it to tokenise these units anew."
+            f"{len(differing):,} finished units in {other.root} are of other files than now: path, size or "
+            f"modification time differ, as of {differing[0].pieces[0].path}. Give the files that it read, under the "
+            "same paths, or remove it to tokenise these units anew."
         )
 
 
 @contextmanager
-def machine_shards(staging: Staging, fingerprint: str, differs: str) -> Iterator[list[Staging]]:
+def open_machine_shards(staging: Staging, fingerprint: str, differs: str) -> Iterator[list[Staging]]:
     """Open the staging folders of all machine shards; remove them if the context succeeds.
 
     Raises InputError if a machine is still working on its shard, or used other options, which `differs` names.
@@ -133,10 +133,10 @@ def machine_shards(staging: Staging, fingerprint: str, differs: str) -> Iterator
     pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
     roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
     with ExitStack() as stack:
-        opened = [stack.enter_context(_open_machine_shard(root, fingerprint, differs)) for root in roots]
-        yield opened
-        for machine_shard in opened:
-            machine_shard.discard()
+        others = [stack.enter_context(_open_machine_shard(root, fingerprint, differs)) for root in roots]
+        yield others
+        for other in others:
+            other.discard()
 
 
 @contextmanager

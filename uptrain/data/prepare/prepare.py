@@ -94,7 +94,9 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         job = Job(staging.folder, vocab_size, cache_format.dtype, options.text_column, options.skip_bad)
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:
-                joined.enter_context(journal.joined(staging, plan.units, cache_format.dtype, plan.fingerprint))
+                joined.enter_context(
+                    journal.join_machine_shards(staging, plan.units, cache_format.dtype, plan.fingerprint)
+                )
             records = journal.load_records(staging, plan.units, cache_format.dtype, verify=True)
             build = CacheBuild(
                 plan.source_quotas, options.machine_shard or MachineShard(), staging, pool, options.skip_bad, records

@@ -21,7 +21,8 @@ def chunked_kl(
 ) -> Tensor:
     """Return Σ Σ_v p_teacher (log p_teacher − log p_student) in float32, over the tokens where `has_target_N`.
 
-    p = softmax(hidden · weightᵀ). Gradients flow to the student only.
+    p = softmax(hidden · weightᵀ). Gradients flow to the student only. This is for tests and benchmarks: the losses call
+    `kl_of_chunks` themselves.
     """
     kl = kl_of_chunks(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
     return chunked_loss(student_NM, weight_VM, has_target_N, kl)

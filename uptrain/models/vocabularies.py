@@ -7,7 +7,7 @@ from model.checkpoint.tied import EMBEDDINGS
 from model.common.errors import InputError
 
 
-def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
+def check_same_vocab_size(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
     """Raise InputError if the teacher's vocabulary has another size."""
     if teacher_vocab_size != vocab_size:
         raise InputError(
@@ -16,7 +16,7 @@ def check_teacher(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
         )
 
 
-def check_embedding(folder: Path, vocab_size: int) -> None:
+def check_embedding_rows(folder: Path, vocab_size: int) -> None:
     """Raise InputError if the files of a model have an embedding of another size than `config.json` says."""
     with open_checkpoint(folder) as checkpoint:
         for name in EMBEDDINGS:
