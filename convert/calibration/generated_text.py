@@ -35,7 +35,7 @@ from model.common.files import file_sha256, replace_file
 from model.common.machine import available_memory
 from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES
 from model.decoder.config import is_native
-from model.decoder.generation import choose
+from model.decoder.generation import sample
 from model.decoder.loading import stop_ids
 from model.geometry import read_geometry
 
@@ -175,7 +175,7 @@ class _Writer:
             logits_BV = self._model.append(torch.from_numpy(ids_BT[:, t]))
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
-            chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
+            chosen_B = sample(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
             advance(n_rows)
         return ids_BT
 

@@ -24,9 +24,10 @@ DEFAULT_WINDOW = 4096
 class LatentShape:
     """The sizes of latent attention without a norm of the latent."""
 
-    latent: int
+    usable: int
     """Numbers of the latent, without a constant channel."""
-    rope: int
+    rope_dims: int
+    """Dimensions of the rotated key."""
     nope: int
     """Unrotated dimensions of a query head."""
     value: int
@@ -63,7 +64,7 @@ class LlamaConfig:
     def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads and their sizes in the KV cache: of keys and values, or of the rotated key and the latent."""
         if self.latent is not None:
-            return (1, self.latent.rope), (1, self.latent.latent)
+            return (1, self.latent.rope_dims), (1, self.latent.usable)
         return (self.n_kv_heads, self.head_dim), (self.n_kv_heads, self.head_dim)
 
 
@@ -157,15 +158,15 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=nope + norm.rope,
+        head_dim=nope + norm.rope_dims,
         rms_norm_eps=checks.number(config.get("rms_norm_eps", 1e-6), "config.json has rms_norm_eps"),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         tied=False,
         windows=(None,) * n_layers,
-        rope=read_rope(config, norm.rope),
-        latent=LatentShape(norm.usable, norm.rope, nope, value, norm.gain),
+        rope=read_rope(config, norm.rope_dims),
+        latent=LatentShape(norm.usable, norm.rope_dims, nope, value, norm.gain),
     )
 
 
