@@ -19,7 +19,7 @@ from model.checkpoint.llama_config import rope_settings
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
-from model.common.read_files import CONVERSION_RECORD
+from model.common.file_names import CONVERSION_RECORD
 from model.geometry import Geometry
 
 

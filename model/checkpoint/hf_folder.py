@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
+from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.common.read_files import (
     CONFIG_BYTES,
-    CONVERSION_RECORD,
     MAX_LEVELS,
-    MODEL_CARD,
     check_regular,
     is_lfs_pointer,
     leads_outside,
@@ -36,9 +35,6 @@ SKIPPED_FOLDERS = (
     ".*", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
 )  # fmt: skip
 
-CALIBRATION_TOKENS = "groupwise_calibration.xz"
-"""The file of the tokens that a converted model was calibrated on (`convert.calibration_text.read.pack`)."""
-
 # The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 
@@ -50,7 +46,7 @@ WEIGHTS = (
 )  # fmt: skip
 
 MODEL_FILES = (
-    "config.json", "generation_config.json", "groupwise.json", "tokenizer*", "*.model", "*.tiktoken", "vocab*",
+    "config.json", "generation_config.json", CONVERSION_RECORD, "tokenizer*", "*.model", "*.tiktoken", "vocab*",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor*.json", MODEL_CARD,
     "LICENSE*", "NOTICE*", "USE_POLICY*", "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py",
     "image_processing_*.py", "feature_extraction_*.py", "tekken.json",

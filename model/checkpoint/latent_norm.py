@@ -83,8 +83,8 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
     return LatentNorm(
         entry["kind"],
         checks.number(entry.get("weight"), f"config.json has {KEY}.weight", above=0.0),
-        checks.size(config.get("kv_lora_rank"), "config.json has kv_lora_rank"),
-        checks.size(config.get("qk_rope_head_dim"), "config.json has qk_rope_head_dim"),
+        checks.config_size(config, "kv_lora_rank"),
+        checks.config_size(config, "qk_rope_head_dim"),
     )
 
 

@@ -10,7 +10,7 @@ from model.checkpoint.formats.dcp.metadata import Entry
 from model.checkpoint.formats.dcp.names import OTHERS, FrameworkNames, layer_norms
 from model.checkpoint.tied import HEAD
 from model.checkpoint.torch_file import DTYPES, check_name
-from model.common import checks
+from model.common.checks import config_size
 from model.common.errors import CheckpointError
 
 
@@ -130,11 +130,11 @@ def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> 
                 f"{path}: config.json says {key} = {config[key]}, but {framework.title} has no biases."
             )
     n_layers, vocab_size, hidden_size, n_mlp, n_heads = (
-        _positive(config, key)
+        config_size(config, key)
         for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     )
-    n_kv_heads = n_heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
-    head_dim = hidden_size // n_heads if config.get("head_dim") is None else _positive(config, "head_dim")
+    n_kv_heads = n_heads if config.get("num_key_value_heads") is None else config_size(config, "num_key_value_heads")
+    head_dim = hidden_size // n_heads if config.get("head_dim") is None else config_size(config, "head_dim")
     if head_dim % 2 or n_heads % n_kv_heads or n_layers > 100_000:
         raise CheckpointError(
             f"{path}: config.json means {n_layers} layers of {n_heads} query and {n_kv_heads} K/V heads of {head_dim}; "
@@ -144,7 +144,3 @@ def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> 
     norms = layer_norms(model_type, hidden_size, n_q, n_kv)
     shapes = expected_shapes(n_layers, vocab_size, hidden_size, n_mlp, n_q, n_kv, norms)
     return _Model(n_heads, n_kv_heads, head_dim, shapes)
-
-
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    return checks.size(config.get(key), f"config.json has {key}")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -35,19 +34,19 @@ class ArchitectureKeys:
         self.architecture = fields.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{path} is a GGUF of architecture {shortened(self.architecture)}; supported are "
+                f"{path} is a GGUF of architecture {checks.short_repr(self.architecture)}; supported are "
                 f"{' and '.join(map(repr, ARCHITECTURES))}."
             )
         if fields.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
-                f"{path} is one of {shortened(fields['split.count'])} parts; join them first, with llama.cpp's "
+                f"{path} is one of {checks.short_repr(fields['split.count'])} parts; join them first, with llama.cpp's "
                 "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
             )
         for key in fields:
             prefix, _, rest = key.partition(".")
             if prefix == self.architecture and rest not in KEYS:
                 raise CheckpointError(
-                    f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
+                    f"{path} has the setting {key} = {checks.short_repr(fields[key])}, which is not supported."
                 )
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -61,7 +60,7 @@ class ArchitectureKeys:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
             raise CheckpointError(
-                f"{self.path} has {self.architecture}.{key} = {shortened(value)}; it must be a positive number."
+                f"{self.path} has {self.architecture}.{key} = {checks.short_repr(value)}; it must be a positive number."
             )
         return float(str(np.float32(value)))
 
@@ -164,8 +163,8 @@ def _check_no_scaling(keys: ArchitectureKeys) -> None:
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind != "none" and (kind, factor) != ("linear", 1.0):
         raise CheckpointError(
-            f"{keys.path} scales the rotary embedding twice, by {ROPE_FACTORS} and by the type {shortened(kind)} "
-            f"with factor {factor:g}; not supported."
+            f"{keys.path} scales the rotary embedding twice, by {ROPE_FACTORS} and by the type "
+            f"{checks.short_repr(kind)} with factor {factor:g}; not supported."
         )
 
 
@@ -185,7 +184,7 @@ def _rope_scaling(
         original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise CheckpointError(
-        f"{keys.path}: the RoPE scaling {shortened(kind)} is not supported; none, linear and yarn are."
+        f"{keys.path}: the RoPE scaling {checks.short_repr(kind)} is not supported; none, linear and yarn are."
     )
 
 
