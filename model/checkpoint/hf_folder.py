@@ -39,7 +39,9 @@ SKIPPED_FOLDERS = (
 OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 
 MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*/mp_rank_*")
-TO_HF = "export it as a Hugging Face folder first (Megatron Bridge: AutoBridge.export_ckpt), and convert that."
+MEGATRON_ADVICE = (
+    "export it as a Hugging Face folder first (Megatron Bridge: AutoBridge.export_ckpt), and convert that."
+)
 
 WEIGHTS = (
     "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
@@ -86,7 +88,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def refuse_file_of_model(path: Path) -> None:
     """Raise CheckpointError, with the folder to give instead, if a file is one of the files of a model."""
     if path.suffix == ".nemo":
-        raise CheckpointError(f"{path} is an archive of NeMo; {TO_HF}")
+        raise CheckpointError(f"{path} is an archive of NeMo; {MEGATRON_ADVICE}")
     if any(fnmatch(path.name, pattern) for pattern in (*WEIGHTS, "*.json")):
         raise CheckpointError(f"{path} is one file of a checkpoint; give its folder: {path.parent}")
 
@@ -128,7 +130,7 @@ def _look_elsewhere(folder: Path) -> str:
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):
-        return f" It is a checkpoint of Megatron; {TO_HF}"
+        return f" It is a checkpoint of Megatron; {MEGATRON_ADVICE}"
     return ""
 
 

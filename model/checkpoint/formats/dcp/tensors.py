@@ -7,7 +7,7 @@ from typing import Any
 
 from model.checkpoint.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.dcp.metadata import Entry
-from model.checkpoint.formats.dcp.names import OTHERS, FrameworkNames, layer_norms
+from model.checkpoint.formats.dcp.names import TRAINING_STATE, FrameworkNames, layer_norms
 from model.checkpoint.tied import HEAD
 from model.checkpoint.torch_file import DTYPES, check_name
 from model.common.checks import config_size
@@ -15,7 +15,7 @@ from model.common.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelTensor:
     """A tensor of the model: its entry in the checkpoint, and the selection and order of its heads."""
 
     name: str
@@ -24,12 +24,12 @@ class Part:
     head_dim: int = 0
     heads: tuple[int, ...] | None = None
     """The heads of the entry that belong to this tensor; None if all do."""
-    pairs: bool = False
+    is_interleaved: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
 
     @property
     def is_verbatim(self) -> bool:
-        return self.heads is None and not self.pairs
+        return self.heads is None and not self.is_interleaved
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def own_names(
     buffers = framework.buffers if framework else ()
     for name, entry in entries.items():
         own = name.removeprefix(prefix)
-        if OTHERS.search(name) or (name.startswith(prefix) and own in buffers):
+        if TRAINING_STATE.search(name) or (name.startswith(prefix) and own in buffers):
             continue
         check_name(path, name)
         if not name.startswith(prefix) or entry.dtype not in DTYPES:
@@ -79,15 +79,15 @@ def own_names(
 
 def renamed(
     path: Path, entries: Mapping[str, Entry], framework: FrameworkNames | None, config: Mapping[str, Any]
-) -> dict[str, Part]:  # fmt: skip
+) -> dict[str, ModelTensor]:  # fmt: skip
     """Return the model's tensors under their Hugging Face names.
 
     Tensors with a framework's names must be exactly those that the config describes. Raises CheckpointError otherwise.
     """
     if framework is None:
-        return {name: Part(name, entry, entry.shape) for name, entry in entries.items()}
+        return {name: ModelTensor(name, entry, entry.shape) for name, entry in entries.items()}
     model = _model(path, framework, config)
-    parts: dict[str, Part] = {}
+    parts: dict[str, ModelTensor] = {}
     for name, entry in entries.items():
         hf_names = framework.rename(name)
         if not hf_names or hf_names[0] not in model.shapes:
@@ -106,8 +106,8 @@ def renamed(
         for new, selection in zip(hf_names, heads, strict=True):
             if new in parts:
                 raise CheckpointError(f"{path} holds {parts[new].name} and {name}, two names of the same tensor.")
-            pairs = any(f".{part}." in new for part in framework.pairs)
-            parts[new] = Part(name, entry, model.shapes[new], model.head_dim, selection, pairs)
+            is_interleaved = any(f".{part}." in new for part in framework.interleaved)
+            parts[new] = ModelTensor(name, entry, model.shapes[new], model.head_dim, selection, is_interleaved)
     for name in model.shapes:
         if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
             raise CheckpointError(
