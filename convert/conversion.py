@@ -20,7 +20,6 @@ from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan, fingerprint
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import (
-    CALIBRATION_TOKENS,
     INDEX,
     MODEL_FILES,
     OWN_FILES,
@@ -33,8 +32,8 @@ from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
+from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.common.files import check_name, copy_file, lies_in, sync_tree, tree_bytes
-from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import AREAS, Staging, check_out, check_room
 
 POSITIONS = "positions of the rotated key"

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from model.checkpoint.hf_folder import read_config
 from model.common import console
 from model.common.errors import InputError
+from model.common.launcher import is_first_process
 from model.decoder.devices import fast_float32_matmul
 from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
@@ -68,7 +69,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     check_lm_heads(filter(None, (options.model, options.teacher)))
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     warning = context_warning(read_config(options.model)[1], seq_len)
-    if warning and console.is_first_process():
+    if warning and is_first_process():
         console.warn(warning)
     device = choose_device(options.device)
     if options.teacher is not None:

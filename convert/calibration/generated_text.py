@@ -33,9 +33,9 @@ from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256, replace_file
 from model.common.machine import available_memory
-from model.common.tokenizer import TOKENIZER_FILES, VOCABULARIES
+from model.common.tokenizer import TOKENIZER_FILE_PREFIXES, VOCABULARIES
 from model.decoder.config import is_native
-from model.decoder.generation import choose
+from model.decoder.generation import sample
 from model.decoder.loading import stop_ids
 from model.geometry import read_geometry
 
@@ -90,7 +90,7 @@ class TextGeneration:
         """SHA-256 of the files that the text depends on besides the weights and config, and of its first tokens."""
         digest = hashlib.sha256(repr(self.bos_ids).encode())
         for name, content in sorted(self.checkpoint.side_files.items()):
-            if name in VOCABULARIES or name.startswith((*TOKENIZER_FILES, "generation_config.json")):
+            if name in VOCABULARIES or name.startswith((*TOKENIZER_FILE_PREFIXES, "generation_config.json")):
                 digest.update(f"\n{name} ".encode())
                 digest.update(content if isinstance(content, bytes) else file_sha256(content).encode())
         return digest.hexdigest()
@@ -175,7 +175,7 @@ class _Writer:
             logits_BV = self._model.append(torch.from_numpy(ids_BT[:, t]))
             if not logits_BV.isfinite().all():
                 raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
-            chosen_B = choose(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
+            chosen_B = sample(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
             advance(n_rows)
         return ids_BT
 

@@ -20,16 +20,16 @@ from convert.calibration_text.text import CalibrationText, sha256_of_ids, split_
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.checkpoint.hub import origin_of
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError, InputError
+from model.common.file_names import CALIBRATION_TOKENS
 from model.common.files import copy_file, write_file
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes_up_to, read_content
 from model.common.tokenizer import (
-    TOKENIZER_FILES,
+    TOKENIZER_FILE_PREFIXES,
+    TOKENIZER_JSON,
     VOCABULARIES,
-    WHOLE,
     has_tokenizer,
     open_tokenizer,
     put_bos_first,
@@ -168,7 +168,7 @@ def _read_windows(
 
 
 def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
-    content = checkpoint.side_files.get(WHOLE)
+    content = checkpoint.side_files.get(TOKENIZER_JSON)
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -176,8 +176,8 @@ def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     if content is None:
         tokenizer = _without_tokenizer_json(checkpoint)
     else:
-        text = read_bytes_up_to(content, TOKENIZER_BYTES) if isinstance(content, Path) else content
-        with refusing_tokenizer_errors(f"{checkpoint.path}/{WHOLE} is damaged", CheckpointError):
+        text = read_content(content, TOKENIZER_BYTES)
+        with refusing_tokenizer_errors(f"{checkpoint.path}/{TOKENIZER_JSON} is damaged", CheckpointError):
             tokenizer = Tokenizer.from_str(text.decode())
         put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
     tokenizer.no_truncation()
@@ -189,7 +189,7 @@ def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return tokenizer_config.json; an empty object if there is none."""
     content = checkpoint.side_files.get("tokenizer_config.json", b"{}")
     try:
-        return parse_object(read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content)
+        return parse_object(read_content(content, CONFIG_BYTES))
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}/tokenizer_config.json: {error}") from error
 
@@ -199,7 +199,7 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     save = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
     of_ids = "or give a text of token ids with --calibration"
     advice = f"{save}, {of_ids}"
-    refusal = f"{checkpoint.path} has no {WHOLE}, which calibrating needs"
+    refusal = f"{checkpoint.path} has no {TOKENIZER_JSON}, which calibrating needs"
     if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
         name, commit = origin_of(checkpoint.path)
         if commit is not None and not has_tokenizer(checkpoint.side_files):
@@ -233,10 +233,10 @@ def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if WHOLE not in checkpoint.side_files:
+        if TOKENIZER_JSON not in checkpoint.side_files:
             write_file(folder / "config.json", checkpoint.config_text)
         for file, content in checkpoint.side_files.items():
-            if file in VOCABULARIES or file.startswith(TOKENIZER_FILES):
+            if file in VOCABULARIES or file.startswith(TOKENIZER_FILE_PREFIXES):
                 copy_file(content, folder / file)
         try:
             return open_tokenizer(folder)
@@ -265,11 +265,11 @@ def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:
     for file in text.files:
         for piece in reader.split(file, _READ_BYTES):
             for record in reader.read(piece, "text"):
-                if not isinstance(record.document, Problem):
-                    yield record.document
-                elif record.document.bad:
+                if not isinstance(record.content, Problem):
+                    yield record.content
+                elif record.content.bad:
                     raise CheckpointError(
-                        f"{reader.place(piece, record.row)}: {record.document.reason.removesuffix(OR_NAME_IT)}."
+                        f"{reader.place(piece, record.row)}: {record.content.reason.removesuffix(OR_NAME_IT)}."
                     )
 
 

@@ -18,9 +18,9 @@ from convert.planning.plan import Plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.hf_folder import CALIBRATION_TOKENS
 from model.common import console
 from model.common.errors import CheckpointError
+from model.common.file_names import CALIBRATION_TOKENS
 from model.common.files import lies_in
 from model.completeness import has_head
 from model.geometry import Geometry

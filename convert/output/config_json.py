@@ -10,7 +10,8 @@ from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, UPTRAINING_RECORD, read_bytes_up_to
+from model.common.file_names import UPTRAINING_RECORD
+from model.common.read_files import CONFIG_BYTES, read_content
 from model.families.family import ConfigKeys
 from model.geometry import set_key
 
@@ -86,7 +87,7 @@ def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
     taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
     if checkpoint.config["model_type"] != "mistral" or content is None or not taken_as_it_is:
         return {}
-    text = read_bytes_up_to(content, CONFIG_BYTES) if isinstance(content, Path) else content
+    text = read_content(content, CONFIG_BYTES)
     try:
         config = json.loads(text)
         if config.get("tokenizer_class") is None:

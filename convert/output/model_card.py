@@ -4,7 +4,6 @@ The card contains no times and no paths, so the same conversion gives the same b
 """
 
 import re
-from pathlib import Path
 
 from convert.latent.recipe import LatentRecipe
 from convert.merging.methods import LAYER_METHODS, REPEAT
@@ -14,8 +13,9 @@ from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import EPSILON
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, read_content
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
@@ -41,9 +41,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
 
     If the source was trained by Groupwise and heads change, its card no longer refers to a file beside it.
     """
-    source = checkpoint.side_files.get(MODEL_CARD)
-    if isinstance(source, Path):
-        source = read_bytes_up_to(source, CONFIG_BYTES)
+    source = read_content(checkpoint.side_files.get(MODEL_CARD, b""), CONFIG_BYTES)
     if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)

@@ -15,11 +15,11 @@ from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import EPSILON, KEY
-from model.checkpoint.llama_config import rope_settings
+from model.checkpoint.llama_config import rope_entries
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
-from model.common.read_files import CONVERSION_RECORD
+from model.common.file_names import CONVERSION_RECORD
 from model.geometry import Geometry
 
 
@@ -232,7 +232,7 @@ def _config(
 def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary embedding in the spellings of transformers 4 and 5."""
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return rope_settings(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
+    return rope_entries(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
 
 
 def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:

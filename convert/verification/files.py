@@ -12,8 +12,8 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
 from model.common.checks import short_repr
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
 from model.common.files import has_content
-from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""

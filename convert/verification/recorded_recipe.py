@@ -14,7 +14,7 @@ from convert.merging.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
-from model.common.read_files import CONVERSION_RECORD
+from model.common.file_names import CONVERSION_RECORD
 
 
 def recorded_recipe(

@@ -35,8 +35,8 @@ from model.checkpoint.formats.safetensors import SafetensorsFolder
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
+from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
 from model.common.files import file_sha256, has_content
-from model.common.read_files import CONVERSION_RECORD, UPTRAINING_RECORD
 
 PIECE = 8 << 20
 

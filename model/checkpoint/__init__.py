@@ -21,7 +21,9 @@ READERS = {
 }
 """Formats and their modules in `model.checkpoint.formats`, imported when used. The first that matches is used."""
 
-WHAT = "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
+WHAT_SOURCE_IS = (
+    "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
+)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -39,12 +41,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
         if path.is_symlink():
-            raise CheckpointError(f"{path}: a dangling symlink; {WHAT}.")
+            raise CheckpointError(f"{path}: a dangling symlink; {WHAT_SOURCE_IS}.")
         cached = find_in_cache(path)
         if cached is None:
             similar = similar_path(path)
             raise CheckpointError(
-                f"{path}: no such file or folder; {f'did you mean {similar}?' if similar else f'{WHAT}.'}"
+                f"{path}: no such file or folder; {f'did you mean {similar}?' if similar else f'{WHAT_SOURCE_IS}.'}"
             )
         path = cached
     for name in READERS.values():
@@ -58,4 +60,4 @@ def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         refuse_without_weights(path)
     refuse_file_of_model(path)
-    raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT}.")
+    raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT_SOURCE_IS}.")

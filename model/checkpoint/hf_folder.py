@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
+from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.common.read_files import (
     CONFIG_BYTES,
-    CONVERSION_RECORD,
     MAX_LEVELS,
-    MODEL_CARD,
     check_regular,
     is_lfs_pointer,
     leads_outside,
@@ -36,21 +35,20 @@ SKIPPED_FOLDERS = (
     ".*", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",
 )  # fmt: skip
 
-CALIBRATION_TOKENS = "groupwise_calibration.xz"
-"""The file of the tokens that a converted model was calibrated on (`convert.calibration_text.read.pack`)."""
-
 # The converter writes these files itself instead of copying them.
 OWN_FILES = ("config.json", CONVERSION_RECORD, CALIBRATION_TOKENS)
 
 MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_*", "iter_*/mp_rank_*")
-TO_HF = "export it as a Hugging Face folder first (Megatron Bridge: AutoBridge.export_ckpt), and convert that."
+MEGATRON_ADVICE = (
+    "export it as a Hugging Face folder first (Megatron Bridge: AutoBridge.export_ckpt), and convert that."
+)
 
 WEIGHTS = (
     "*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.distcp", "tf_model.h5", "flax_model.msgpack",
 )  # fmt: skip
 
 MODEL_FILES = (
-    "config.json", "generation_config.json", "groupwise.json", "tokenizer*", "*.model", "*.tiktoken", "vocab*",
+    "config.json", "generation_config.json", CONVERSION_RECORD, "tokenizer*", "*.model", "*.tiktoken", "vocab*",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor*.json", MODEL_CARD,
     "LICENSE*", "NOTICE*", "USE_POLICY*", "modeling_*.py", "configuration_*.py", "tokenization_*.py", "processing_*.py",
     "image_processing_*.py", "feature_extraction_*.py", "tekken.json",
@@ -90,7 +88,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def refuse_file_of_model(path: Path) -> None:
     """Raise CheckpointError, with the folder to give instead, if a file is one of the files of a model."""
     if path.suffix == ".nemo":
-        raise CheckpointError(f"{path} is an archive of NeMo; {TO_HF}")
+        raise CheckpointError(f"{path} is an archive of NeMo; {MEGATRON_ADVICE}")
     if any(fnmatch(path.name, pattern) for pattern in (*WEIGHTS, "*.json")):
         raise CheckpointError(f"{path} is one file of a checkpoint; give its folder: {path.parent}")
 
@@ -132,7 +130,7 @@ def _look_elsewhere(folder: Path) -> str:
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):
-        return f" It is a checkpoint of Megatron; {TO_HF}"
+        return f" It is a checkpoint of Megatron; {MEGATRON_ADVICE}"
     return ""
 
 

@@ -20,12 +20,11 @@ Origin = tuple[str, str | None]
 
 def origin_of(path: Path) -> Origin:
     """Return a checkpoint's origin: for a cached snapshot the hub's name and commit, else its own name and None."""
-    if path.is_file():  # which the cache links to its content
-        cached = SNAPSHOT.search(path.parent.resolve().as_posix())
-        return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (path.name, None)
-    resolved = path.resolve()
-    cached = SNAPSHOT.search(resolved.as_posix())
-    return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (resolved.name, None)
+    is_file = path.is_file()
+    folder = (path.parent if is_file else path).resolve()  # not a file's, which the cache links to its content
+    if cached := SNAPSHOT.search(folder.as_posix()):
+        return f"{cached[1]}/{cached[2]}", cached[3]
+    return path.name if is_file else folder.name, None
 
 
 def name_of(path: Path) -> str:

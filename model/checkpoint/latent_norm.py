@@ -41,7 +41,7 @@ class LatentNorm:
     weight: float
     latent: int
     """`kv_lora_rank`."""
-    rope: int
+    rope_dims: int
     """`qk_rope_head_dim`."""
 
     @property
@@ -83,8 +83,8 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
     return LatentNorm(
         entry["kind"],
         checks.number(entry.get("weight"), f"config.json has {KEY}.weight", above=0.0),
-        checks.size(config.get("kv_lora_rank"), "config.json has kv_lora_rank"),
-        checks.size(config.get("qk_rope_head_dim"), "config.json has qk_rope_head_dim"),
+        checks.config_size(config, "kv_lora_rank"),
+        checks.config_size(config, "qk_rope_head_dim"),
     )
 
 
@@ -98,6 +98,7 @@ class _Wrapped(Checkpoint):
         # `__getattr__` is not asked for what `Checkpoint` has a default of.
         self.skipped_files, self.notes = inner.skipped_files, inner.notes
         self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
+        self.opened = inner.opened
 
     @property
     def config_folder(self) -> Path:
@@ -140,7 +141,7 @@ class WithoutLatentNorm(_Wrapped):
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm = self._norm
         if _part(name) == KV_A:
-            rows = self._inner.rows(name, 0, norm.latent + norm.rope)
+            rows = self._inner.rows(name, 0, norm.latent + norm.rope_dims)
             self._check_zeros(name, rows[norm.usable : norm.latent])
             kept = np.delete(np.arange(len(rows)), np.arange(norm.usable, norm.latent))[start:stop]
             return _scaled(rows[kept], max(0, norm.usable - start), 1 / norm.shrink)
@@ -177,7 +178,7 @@ class WithLatentNorm(_Wrapped):
                 self.tensors[name] = replace(tensor, shape=(rows + added, columns))
                 self._add(f"{prefix}{NORM}.weight", tensor, (norm.latent,))
                 if added:
-                    self._add(f"{prefix}{KV_A}.bias", tensor, (norm.latent + norm.rope,))
+                    self._add(f"{prefix}{KV_A}.bias", tensor, (norm.latent + norm.rope_dims,))
                     self._add(f"{prefix}o_proj.bias", tensor, (columns,))
             elif part == KV_B:
                 self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.latent))
@@ -192,7 +193,7 @@ class WithLatentNorm(_Wrapped):
         if part and name.endswith(".bias"):
             return _bias(norm, part, self.tensors[name].shape)[start:stop].astype(self._dtype(name))
         if part == KV_A:
-            rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope), norm.usable, norm.shrink)
+            rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope_dims), norm.usable, norm.shrink)
             empty = np.zeros((norm.latent - norm.usable, rows.shape[1]), dtype=rows.dtype)
             return np.concatenate([rows[: norm.usable], empty, rows[norm.usable :]])[start:stop]
         rows = self._inner.rows(name, start, stop)

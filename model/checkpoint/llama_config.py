@@ -19,8 +19,8 @@ def qwen2_config(**settings: Any) -> dict[str, Any]:
     return {"architectures": ["Qwen2ForCausalLM"], **fixed, **settings}
 
 
-def rope_settings(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of RoPE. transformers 4 reads the first two, version 5 the third."""
+def rope_entries(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the entries of `config.json` on RoPE. transformers 4 reads the first two, version 5 the third."""
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.hf_folder import INDEX, SINGLE
+from model.checkpoint.tied import COPIES_OF_SHARED, SHARED
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
 from model.common.read_files import CONFIG_BYTES, check_regular, read_bytes_up_to
@@ -30,12 +31,6 @@ class WeightFileNames:
 
 SAFETENSORS = WeightFileNames(SINGLE, INDEX, ".safetensors")
 PYTORCH = WeightFileNames("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin")
-
-
-SHARED = "shared.weight"
-COPIES_OF_SHARED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-"""Names of a T5's embedding that an index may have without a tensor: the Hub's conversion of `.bin` files leaves out
-tensors that share memory, but not their names (as in google/flan-t5-xl)."""
 
 
 def weight_file_names(folder: Path, names_of: WeightFileNames) -> tuple[list[str], dict[str, str] | None]:
@@ -120,6 +115,8 @@ def check_index(index: Path, tensors: Mapping[str, Iterable[str]], table: dict[s
                 )
             file_of[name] = file
     for name, file in table.items():
+        # The Hub's conversion of `.bin` files leaves out tensors that share memory, but leaves their names in the index
+        # (as in google/flan-t5-xl).
         if name in COPIES_OF_SHARED and name not in file_of and SHARED in file_of:
             continue
         if file_of.get(name) != file:

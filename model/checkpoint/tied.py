@@ -9,17 +9,18 @@ from model.checkpoint.same_bytes import same_bytes
 from model.checkpoint.tensor import TensorInfo
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The pairs of tensors that may be equal, in the names of all families.
-NAMES = (
+SHARED, COPIES_OF_SHARED = "shared.weight", ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+"""The embedding of a T5, and other names of the same tensor."""
+TIED_PAIRS = (
     (EMBEDDING, HEAD),
     ("gpt_neox.embed_in.weight", "embed_out.weight"),
     ("gpt_neox.embed_in.weight", HEAD),  # transformers 5's name in memory, which training checkpoints have
-    ("transformer.word_embeddings.weight", "lm_head.weight"),
-    ("shared.weight", "lm_head.weight"),
-    ("shared.weight", "encoder.embed_tokens.weight"),
-    ("shared.weight", "decoder.embed_tokens.weight"),
+    ("transformer.word_embeddings.weight", HEAD),
+    (SHARED, HEAD),
+    *((SHARED, copy) for copy in COPIES_OF_SHARED),
 )
-EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in NAMES))
+"""The pairs of tensors that may be equal, in the names of all families."""
+EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in TIED_PAIRS))
 
 
 def without_tied_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
@@ -30,7 +31,7 @@ def without_tied_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """
     if checkpoint.config.get("tie_word_embeddings") is not True:
         return checkpoint.tensors
-    tied = {head for embedding, head in NAMES if _are_equal(checkpoint, embedding, head)}
+    tied = {head for embedding, head in TIED_PAIRS if _are_equal(checkpoint, embedding, head)}
     return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in tied}
 
 

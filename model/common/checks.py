@@ -4,7 +4,7 @@ Each function takes the value and its name as the message begins with it, such a
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from model.common.errors import CheckpointError
@@ -76,6 +76,11 @@ def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_C
 def size(value: object, name: str) -> int:
     """Return a size in a model's shapes. Raises CheckpointError unless it is a whole number from 1 to LARGEST_SIZE."""
     return whole_number(value, name, most=LARGEST_SIZE)
+
+
+def config_size(config: Mapping[str, Any], key: str) -> int:
+    """Return a size in a `config.json`. Raises CheckpointError as `size` does, and if the key is missing."""
+    return size(config.get(key), f"config.json has {key}")
 
 
 def number(value: object, name: str, above: float | None = None) -> float:

@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.common.errors import InputError, RankError, RunError, is_out_of_memory
+from model.common.launcher import has_launcher, is_first_process
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -72,7 +73,7 @@ def run(cli: click.Command, launched: bool = False) -> None:
         code = BAD_INPUT
     except (Exception, KeyboardInterrupt) as error:
         message, code = _explain(error)
-        if not launched or isinstance(error, RankError) or is_first_process() or not _has_launcher():
+        if not launched or isinstance(error, RankError) or is_first_process() or not has_launcher():
             echo_line(f"Error: {message}")
     sys.exit(code)
 
@@ -157,17 +158,6 @@ def _discard(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-
-
-def is_first_process() -> bool:
-    """Return whether this is the first process on its machine of those that a launcher has started."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") == "0"
-
-
-def _has_launcher() -> bool:
-    """Return whether a launcher has started this process. Some clusters set RANK in every process."""
-    variables = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and all(os.environ.get(name) for name in variables)
 
 
 def draws_bars() -> bool:

@@ -1,4 +1,4 @@
-"""Read which cores and how much memory this process can use, and how many processes a launcher has started.
+"""Read which cores and how much memory this process can use.
 
 In a container or a Slurm job, they are less than the machine's.
 """
@@ -8,40 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from model.common.errors import InputError
-
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _V2 = (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 """Files of the limits and of the use, and the parts of the use that the kernel frees when memory is short."""
-
-
-def world_size() -> int:
-    """Return the number of processes that a launcher has started (WORLD_SIZE); 1 without a launcher.
-
-    Raises InputError if the variable is no positive number.
-    """
-    return _variable("WORLD_SIZE", 1, least=1)
-
-
-def local_world_size() -> int:
-    """Return the number of processes on this machine that a launcher has started (LOCAL_WORLD_SIZE); else 1."""
-    return _variable("LOCAL_WORLD_SIZE", 1, least=1)
-
-
-def local_rank() -> int:
-    """Return the number of this process among those of this machine (LOCAL_RANK); 0 without a launcher."""
-    if os.environ.get("LOCAL_RANK") == "-1":  # older launchers' word for a single process
-        return 0
-    return _variable("LOCAL_RANK", 0, least=0)
-
-
-def _variable(name: str, default: int, least: int) -> int:
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal() or int(text) < least:
-        what = "a number of processes" if least else "the number of a process"
-        raise InputError(f"the variable {name} is {text!r}, not {what}; unset it for a single one.")
-    return int(text)
 
 
 def n_cores() -> int:

@@ -10,11 +10,6 @@ from typing import Any
 
 from model.common.errors import CheckpointError
 
-CONVERSION_RECORD = "groupwise.json"
-"""The file in which a conversion records its source, its options and the merged tensors."""
-UPTRAINING_RECORD = "uptraining.json"
-"""The file in which an export records how the model was trained."""
-MODEL_CARD = "README.md"
 CONFIG_BYTES = 100_000_000
 """Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
 TOKENIZER_BYTES = 1_000_000_000
@@ -53,6 +48,11 @@ def read_bytes_up_to(path: Path, limit: int) -> bytes:
     with path.open("rb") as file:
         # A read of `limit` bytes would first allocate as many, which `ulimit -v` may forbid.
         return file.read(min(limit, os.fstat(file.fileno()).st_size))
+
+
+def read_content(content: Path | bytes, limit: int) -> bytes:
+    """Return one of a checkpoint's `side_files`: what `read_bytes_up_to` returns of a file, and bytes as they are."""
+    return read_bytes_up_to(content, limit) if isinstance(content, Path) else content
 
 
 def starts_with_bom(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Write output folders atomically and resumably: a staging area beside OUT, a journal, and one rename at the end.
 
     .OUT.groupwise/             removed once OUT is complete
-        lock                    see `model.common.files.FileLock`
+        lock                    see `model.common.file_lock.FileLock`
         journal.jsonl           first line: the fingerprint of inputs and parameters; then a line per finished piece
         folder/                 becomes OUT
         scratch/                intermediate results
@@ -25,7 +25,8 @@ from uuid import uuid4
 
 from model.common import console
 from model.common.errors import CheckpointError
-from model.common.files import MAX_NAME, FileLock, LockedError, check_name, replace_file, sync_folder
+from model.common.file_lock import FileLock, LockedError
+from model.common.files import MAX_NAME, check_name, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
 AREAS = f"{_PREFIX}*{_SUFFIX}"

@@ -13,19 +13,19 @@ from model.common.files import is_plain_name
 from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
-WHOLE = "tokenizer.json"
+TOKENIZER_JSON = "tokenizer.json"
 """The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
 VOCABULARIES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
-ADDED = "added_tokens.json"
-OTHERS = ("tekken.json", ".model")
-TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
+ADDED_TOKENS = "added_tokens.json"
+OTHER_VOCABULARY_ENDINGS = ("tekken.json", ".model")
+TOKENIZER_FILE_PREFIXES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
 """How the names of a tokenizer's files begin, besides those of vocabularies."""
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 """The parts of tokenizer.json that determine the ids of a text, besides special tokens."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
+_SENTENCEPIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
 """What special tokens are called in the vocabularies of sentencepiece."""
 _WITH_BOS = ("llama", "codellama", "mistral", "mixtral", "gemma")
 """How `tokenizer_class`, or else `model_type`, begins, in lower case, where texts begin with BOS if no file says
@@ -34,7 +34,7 @@ otherwise."""
 
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Return whether files with these names hold a vocabulary, also one that is not read here (tekken, tiktoken)."""
-    return any(name in VOCABULARIES or "token" in name or name.endswith(OTHERS) for name in names)
+    return any(name in VOCABULARIES or "token" in name or name.endswith(OTHER_VOCABULARY_ENDINGS) for name in names)
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -50,21 +50,22 @@ def open_tokenizer(folder: Path) -> Any:
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)  # a tokenizer rotates nothing
     code = _own_code(folder)
     settings, config = _read_config(folder / "tokenizer_config.json"), _read_config(folder / "config.json")
+    has_json = (folder / TOKENIZER_JSON).is_file()
     # Folders of LLaMA 1 say "bos_token": "", which transformers 5 looks up without end.
-    empty = {name: _NAMES[name] for name in _NAMES if settings.get(name) == "" and not (folder / WHOLE).is_file()}
+    empty = {name: token for name, token in _SENTENCEPIECE_NAMES.items() if settings.get(name) == "" and not has_json}
     kind = str(settings.get("tokenizer_class") or config.get("model_type")).lower()
     # transformers 5 does not know LLaMA 1's name of the class, LLaMATokenizer, and its general class gives other ids.
-    is_llama = kind.startswith("llama") and (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file()
+    is_llama = kind.startswith("llama") and (folder / "tokenizer.model").is_file() and not has_json
     openers: list[Any] = [LlamaTokenizer if is_llama else AutoTokenizer]
-    if code and (folder / WHOLE).is_file():
+    if code and has_json:
         openers.append(PreTrainedTokenizerFast)
     failure: BaseException | None = None
     for opener in openers:
         try:
             with refusing_tokenizer_errors(f"the tokenizer of {folder} cannot be loaded", CheckpointError):
                 tokenizer = opener.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **empty)
-                if (folder / WHOLE).is_file():
-                    _restore_backend(tokenizer, folder / WHOLE)
+                if has_json:
+                    _restore_backend(tokenizer, folder / TOKENIZER_JSON)
                 elif "add_bos_token" not in settings:
                     settings["add_bos_token"] = kind.startswith(_WITH_BOS)
                 if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -72,26 +73,33 @@ def open_tokenizer(folder: Path) -> Any:
                 return tokenizer
         except CheckpointError as error:
             failure = error.__cause__
-    if code and len(openers) == 1:
+    raise _refusal(folder, code, failure) from failure
+
+
+def _refusal(folder: Path, code: str, failure: BaseException | None) -> CheckpointError:
+    """Return the error of a tokenizer that cannot be opened: what is missing, or else transformers' own message."""
+    has_json, has_sentencepiece = ((folder / name).is_file() for name in (TOKENIZER_JSON, "tokenizer.model"))
+    if code and not has_json:
         known = (
             'if its tokenizer.model is one of Llama\'s kind, set "tokenizer_class": "LlamaTokenizer" and remove '
             '"auto_map" in tokenizer_config.json'
-            if (folder / "tokenizer.model").is_file()
+            if has_sentencepiece
             else "save the tokenizer as a fast one with transformers"
         )
-        raise CheckpointError(
-            f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {WHOLE} there, or "
-            f"{known}."
-        ) from failure
-    if not any(path.name in (WHOLE, *VOCABULARIES) or path.name.endswith(OTHERS) for path in folder.iterdir()):
-        raise CheckpointError(
-            f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
-        ) from failure
+        return CheckpointError(
+            f"the tokenizer of {folder} needs code of its own ({code}), which is never run; put a {TOKENIZER_JSON} "
+            f"there, or {known}."
+        )
+    names = [path.name for path in folder.iterdir()]
+    if not any(name in (TOKENIZER_JSON, *VOCABULARIES) or name.endswith(OTHER_VOCABULARY_ENDINGS) for name in names):
+        return CheckpointError(
+            f"{folder} holds no tokenizer ({TOKENIZER_JSON} or {VOCABULARIES[0]}); put the tokenizer's files there."
+        )
     message = " ".join(str(failure).split())
-    if (folder / "tokenizer.model").is_file() and not (folder / WHOLE).is_file():
+    if has_sentencepiece and not has_json:
         # transformers takes what it cannot open for a file of tiktoken, and names that package.
-        message = f"there is no {WHOLE}, and {_why_sentencepiece_fails()} ({message})"
-    raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}") from failure
+        message = f"there is no {TOKENIZER_JSON}, and {_why_sentencepiece_fails()} ({message})"
+    return CheckpointError(f"transformers cannot load the tokenizer of {folder}: {message}")
 
 
 def _why_sentencepiece_fails() -> str:
@@ -158,7 +166,7 @@ def check_files(folder: Path) -> None:
 
     These are files that are not regular or too large, JSON after a byte-order mark, and configs of another type.
     """
-    limits = dict.fromkeys((WHOLE, ADDED, *VOCABULARIES), TOKENIZER_BYTES)
+    limits = dict.fromkeys((TOKENIZER_JSON, ADDED_TOKENS, *VOCABULARIES), TOKENIZER_BYTES)
     limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
     for name, limit in limits.items():
         if (folder / name).exists():

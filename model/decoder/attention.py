@@ -31,8 +31,8 @@ class Mask:
     """True where a query attends to a key. For masks without a cheaper form: padding, windows, several new tokens with
     a KV cache."""
     n_keys: int | None = None
-    """Set for one query token on the CPU: the number of keys. If there are more, they are unused room of a KV cache. It
-    is passed whole, because torch would copy a part of it before each product of bfloat16: 15 times slower."""
+    """Number of keys, for one query token on the CPU. The keys passed may be longer: the rest is unused room of the KV
+    cache. torch would copy a slice of it before each bfloat16 product, 15 times slower."""
     window: int | None = None
     """With `boundaries`: number of tokens that a query attends to, itself included."""
 

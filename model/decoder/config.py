@@ -9,6 +9,7 @@ from typing import Any
 
 from model.checkpoint.latent_norm import LatentNorm, read_latent_norm
 from model.common import checks
+from model.common.checks import config_size
 from model.common.errors import CheckpointError, NotNativeError
 from model.decoder.rope_settings import Rope, read_rope
 from model.families import FAMILIES, NATIVE_FAMILIES
@@ -24,9 +25,10 @@ DEFAULT_WINDOW = 4096
 class LatentShape:
     """The sizes of latent attention without a norm of the latent."""
 
-    latent: int
+    usable: int
     """Numbers of the latent, without a constant channel."""
-    rope: int
+    rope_dims: int
+    """Dimensions of the rotated key."""
     nope: int
     """Unrotated dimensions of a query head."""
     value: int
@@ -63,7 +65,7 @@ class LlamaConfig:
     def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads and their sizes in the KV cache: of keys and values, or of the rotated key and the latent."""
         if self.latent is not None:
-            return (1, self.latent.rope), (1, self.latent.latent)
+            return (1, self.latent.rope_dims), (1, self.latent.usable)
         return (self.n_kv_heads, self.head_dim), (self.n_kv_heads, self.head_dim)
 
 
@@ -104,15 +106,15 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
         raise error(f"the activation {checks.short_repr(activation)} is not implemented; silu (SwiGLU) is.")
     if config.get("is_causal") is False:
         raise CheckpointError("config.json has is_causal = false; attention to later tokens is not implemented.")
-    n_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    n_heads, hidden_size = config_size(config, "num_attention_heads"), config_size(config, "hidden_size")
     n_layers = _n_layers(config)
-    head_dim = hidden_size // n_heads if config.get("head_dim") is None else _size(config, "head_dim")
+    head_dim = hidden_size // n_heads if config.get("head_dim") is None else config_size(config, "head_dim")
     attention_bias, mlp_bias = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
     return LlamaConfig(
         model_type=str(model_type),
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=config_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size"),
+        intermediate_size=config_size(config, "intermediate_size"),
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=_n_kv_heads(config, family, n_heads),
@@ -148,29 +150,27 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
                 f"config.json has {key} = {checks.short_repr(config.get(key))}, where convert mha-to-mla writes "
                 f"{checks.short_repr(values[0])}; convert the model again."
             )
-    n_heads, nope, value = (_size(config, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    n_heads, nope, value = (
+        config_size(config, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    )
     return LlamaConfig(
         model_type="deepseek_v3",
-        vocab_size=_size(config, "vocab_size"),
-        hidden_size=_size(config, "hidden_size"),
-        intermediate_size=_size(config, "intermediate_size"),
+        vocab_size=config_size(config, "vocab_size"),
+        hidden_size=config_size(config, "hidden_size"),
+        intermediate_size=config_size(config, "intermediate_size"),
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=nope + norm.rope,
+        head_dim=nope + norm.rope_dims,
         rms_norm_eps=checks.number(config.get("rms_norm_eps", 1e-6), "config.json has rms_norm_eps"),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         tied=False,
         windows=(None,) * n_layers,
-        rope=read_rope(config, norm.rope),
-        latent=LatentShape(norm.usable, norm.rope, nope, value, norm.gain),
+        rope=read_rope(config, norm.rope_dims),
+        latent=LatentShape(norm.usable, norm.rope_dims, nope, value, norm.gain),
     )
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    return checks.size(config.get(key), f"config.json has {key}")
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
@@ -183,7 +183,7 @@ def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
     assumed = family.null_n_kv_heads if key in config else family.default_n_kv_heads
     if config.get(key) is None and assumed != "refused":
         return n_heads if assumed == "n_heads" else assumed
-    n_kv_heads = _size(config, key)
+    n_kv_heads = config_size(config, key)
     if n_heads % n_kv_heads:
         raise CheckpointError(f"config.json has {key} = {n_kv_heads}, which does not divide {n_heads} query heads.")
     return n_kv_heads

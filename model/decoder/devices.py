@@ -1,4 +1,4 @@
-"""Find the device that runs a model, and compute in float64 for it."""
+"""Find the device of a model, multiply float32 fast on a CPU, report a lack of GPU memory, compute in float64."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +48,8 @@ def fast_float32_matmul(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
-        for each, value in zip(backends, before, strict=True):  # newer torch has these besides
+        # set_float32_matmul_precision changes these newer settings too.
+        for each, value in zip(backends, before, strict=True):
             each.matmul.fp32_precision = value
 
 

@@ -98,13 +98,13 @@ def stream(
     generator = torch.Generator(weight.device).manual_seed(seed)
     logits_BV = prefill(model, ids_BT, cache)
     for step in range(max_new_tokens):
-        ids_B = choose(logits_BV, temperature, top_p, generator)
+        ids_B = sample(logits_BV, temperature, top_p, generator)
         yield ids_B.tolist()
         if step + 1 < max_new_tokens:
             logits_BV = decode(model, ids_B, cache)
 
 
-def choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+def sample(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """Return each row's next token, [B]."""
     if temperature < torch.finfo(logits_BV.dtype).tiny:  # 0, or what is 0 in the dtype of the logits
         return logits_BV.argmax(dim=-1)
@@ -163,7 +163,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     nbytes = n_tokens * config.n_layers * numbers * model.head_weight.dtype.itemsize
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
-        cached = f"a latent of {config.latent.latent} and a key of {config.latent.rope}"
+        cached = f"a latent of {config.latent.usable} and a key of {config.latent.rope_dims}"
     decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"
     return (
         f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {nbytes:,} bytes "

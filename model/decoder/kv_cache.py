@@ -1,6 +1,7 @@
 """Store keys and values in a KV cache with only `n_kv_heads` heads: the purpose of GQA.
 
-Letters: B batch, S tokens, G K/V heads, D head_dim; R room, tokens that fit into the memory allocated so far.
+Letters: B batch, T new tokens, S tokens so far, G K/V heads, D head_dim; R room, tokens that fit into the memory
+allocated so far.
 """
 
 import torch

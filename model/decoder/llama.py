@@ -167,7 +167,7 @@ class LlamaForCausalLM(nn.Module):
         if isinstance(self.lm_head, PrepackedLinear):
             prepacked_BTV: Tensor = self.lm_head(hidden_BTM)
             return prepacked_BTV.float()
-        # A head that is not trained may be narrower than the states.
+        # A frozen head may have a narrower dtype than the hidden states.
         return F.linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
 
     def prepack(self) -> None:

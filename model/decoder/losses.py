@@ -3,7 +3,7 @@
 The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are computed for one
 chunk of tokens at a time. The gradients of a chunk are computed in the forward pass; the backward pass scales them.
 
-Letters: N tokens, C tokens of a chunk, M hidden size, V vocabulary.
+Letters: B batch, T tokens of a row; N tokens, C tokens of a chunk, M hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -71,16 +71,18 @@ def chunked_loss(
 
 
 class ChunkLogits:
-    """The logits of one chunk at a time. All chunks share memory: new memory costs more than the arithmetic.
+    """The logits of one chunk, of at most `max_tokens`, at a time.
+
+    All chunks share memory: new memory costs more than the arithmetic.
 
     In half precision, a GPU's products are written in float32. Elsewhere they are rounded first: a logit of 20 to a
     multiple of 0.125 in bfloat16, so that the divergence of equal models may come to 0.001.
     """
 
-    def __init__(self, hidden_NM: Tensor, weight_VM: Tensor, chunk_size: int) -> None:
+    def __init__(self, hidden_NM: Tensor, weight_VM: Tensor, max_tokens: int) -> None:
         dtype = matmul_dtype(hidden_NM)
         self.hidden_NM, self.weight_VM = hidden_NM.detach().to(dtype), weight_VM.detach().to(dtype)
-        shape = (min(chunk_size, len(hidden_NM)), len(weight_VM))
+        shape = (min(max_tokens, len(hidden_NM)), len(weight_VM))
         self._product_CV = self.hidden_NM.new_empty(shape)
         in_place = dtype == torch.float32
         self._logits_CV = self._product_CV if in_place else self.hidden_NM.new_empty(shape, dtype=torch.float32)

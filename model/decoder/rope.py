@@ -1,7 +1,10 @@
-"""Compute rotary position embeddings (Su et al. 2021), with every scaling of Llama 1, 2 and 3 checkpoints.
+"""Compute rotary position embeddings (Su et al. 2021).
 
-Letters: B batch, T tokens, H heads, D head_dim; F = D/2 frequencies. Dimensions d and d + D/2 of a head form a pair
-(Hugging Face's half-split layout). Pair f of a token at position p is rotated by the angle p · frequency_f.
+Scalings: those of Llama 1 to 3, and LongRoPE with one list of factors (latent attention).
+
+Letters: B batch, T tokens, H heads, D head_dim, R rotated dimensions if not all are; F = D/2 frequencies. Dimensions d
+and d + D/2 of a head form a pair (Hugging Face's half-split layout). Pair f of a token at position p is rotated by the
+angle p · frequency_f.
 """
 
 import math
@@ -19,7 +22,7 @@ def inverse_frequencies(rope: Rope, lengths_BT: Tensor | None = None) -> tuple[T
 
     Frequencies are [F], for `dynamic` [B, T, F]: these depend on the length of each token's text, `lengths_BT`, which
     the other types ignore. Sources: linear, Chen et al. 2023; dynamic NTK, bloc97 and emozilla 2023; yarn, Peng
-    et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`.
+    et al. 2023; llama3, Meta's `llama-models`, `apply_scaling`; longrope, Ding et al. 2024.
     """
     dims_F = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     if rope.kind == "linear":

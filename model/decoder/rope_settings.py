@@ -1,4 +1,7 @@
-"""Read a checkpoint's rotary embedding from `config.json`: every scaling of Llama 1, 2 and 3. Needs no torch."""
+"""Read a checkpoint's rotary embedding from `config.json`. Needs no torch.
+
+Scalings: those of Llama 1 to 3, and LongRoPE with one list of factors (latent attention).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,10 +97,10 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         raise CheckpointError(
             f"the RoPE type {checks.short_repr(kind)} is not implemented; implemented are: {', '.join(SCALINGS)}."
         )
-    partial = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
-    if partial != 1.0:
+    rotary_fraction = _first(scaling.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+    if rotary_fraction != 1.0:
         raise CheckpointError(
-            f"partial_rotary_factor = {checks.short_repr(partial)} is not implemented; only a full rotation is."
+            f"partial_rotary_factor = {checks.short_repr(rotary_fraction)} is not implemented; only a full rotation is."
         )
     theta = _first(scaling.get("rope_theta"), config.get("rope_theta"), 10000.0)
     rope = Rope(

@@ -23,7 +23,8 @@ from model.families import FAMILIES
 _PROBED = 12
 """Tokens of the rows that show whether documents are separate."""
 _CLOSE, _NEARLY = 0.05, 0.3
-"""Differences of logits, in standard deviations of all: by rounding in a batch, and of other shapes."""
+"""Largest difference of two runs' logits that counts as rounding, in standard deviations of the logits: within one
+batch, and between batches of different shapes."""
 
 
 THEIRS = "theirs."
@@ -38,7 +39,7 @@ class TransformersModel(nn.Module):
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.theirs = hf_model  # the name is in THEIRS
+        self.theirs = hf_model  # THEIRS: cannot be renamed
 
     @property
     def head_weight(self) -> Tensor:
@@ -201,10 +202,11 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
 
 @torch.no_grad()  # not inference mode: what a class caches in its first pass may be needed for gradients
 def check_separation(model: TransformersModel) -> None:
-    """Raise CheckpointError if packed documents see each other, or a token sees later ones, by three short rows.
+    """Raise CheckpointError if packed documents see each other, or a token sees later ones.
 
-    Of the first two rows, the first document differs, of the first and third the last token. A document must also have
-    nearly the logits that it has alone. The families of Groupwise are compared in its tests instead.
+    Run three short rows of two documents. Row 1 differs from row 0 in the first document, row 2 in the last token. The
+    second document must also have nearly the logits that it has alone. Skipped for the families of Groupwise, which the
+    tests compare.
     """
     config: Any = model.theirs.config
     if config.model_type in FAMILIES:

@@ -7,12 +7,12 @@ module with the interface `Reader` and its name in `READERS`.
 import importlib
 from typing import cast
 
-from model.texts.record import Document, Piece, Problem, Read, Reader
+from model.texts.record import Document, Piece, Problem, Reader, Record
 
 READERS = ("jsonl", "parquet", "txt", "arrow")
 NEED_PYARROW = ("parquet", "arrow")
 
-__all__ = ["READERS", "Document", "Piece", "Problem", "Read", "Reader", "find_reader", "format_of"]
+__all__ = ["READERS", "Document", "Piece", "Problem", "Reader", "Record", "find_reader", "format_of"]
 
 
 def find_reader(name: str) -> Reader:

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from model.texts import columns
-from model.texts.record import Piece, Read, group
+from model.texts.record import Piece, Record, group
 
 SUFFIXES = (".arrow",)
 _MAGIC = b"ARROW1"
@@ -64,7 +64,7 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
     return group(path, sizes, piece_bytes)
 
 
-def read(piece: Piece, text_column: str) -> Iterator[Read]:
+def read(piece: Piece, text_column: str) -> Iterator[Record]:
     with _open(piece.path) as stream:
         names = columns.choose(stream.schema, text_column, piece.path)
         fields = tuple(map(stream.schema.names.index, names))

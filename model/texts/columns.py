@@ -18,7 +18,7 @@ from model.texts.record import (
     Document,
     Piece,
     Problem,
-    Read,
+    Record,
     some,
     without_padding,
 )
@@ -87,17 +87,17 @@ def _is_list_of_integers(type_: Any, or_booleans: bool = False) -> bool:
     return bool(pa.types.is_integer(type_.value_type) or (or_booleans and pa.types.is_boolean(type_.value_type)))
 
 
-def read(piece: Piece, names: list[str], batches: Iterator[Any], n_rows: int) -> Iterator[Read]:
+def read(piece: Piece, names: list[str], batches: Iterator[Any], n_rows: int) -> Iterator[Record]:
     """Yield the records of a piece's batches from the columns that `choose` named."""
     row = 0
     with refusing_damage(piece.path):
         for batch in batches:
             for document in documents(batch.column(names[0])) if len(names) == 1 else _masked(batch, names):
                 row += 1
-                yield Read(row, piece.nbytes * row // n_rows, document)
+                yield Record(row, piece.nbytes * row // n_rows, document)
 
 
-def _masked(batch: Any, names: list[str]) -> Iterator[Document]:
+def _masked(batch: Any, names: list[str]) -> Iterator[Document | Problem]:
     """Yield the documents of a batch of token ids with a mask or labels."""
     for row, ids in enumerate(documents(batch.column(TOKEN_IDS))):
         if not isinstance(ids, np.ndarray):
@@ -141,7 +141,7 @@ def _bytes_of(text: Any) -> Any:
     return pa.large_binary() if pa.types.is_large_string(text) else pa.binary_view()
 
 
-def documents(column: Any) -> Iterator[Document]:
+def documents(column: Any) -> Iterator[Document | Problem]:
     """Yield the documents of a column of texts or of lists of token ids."""
     if not _is_text(column.type):
         yield from (_token_ids(value) for value in column)
@@ -169,7 +169,7 @@ def _text(value: Any) -> str | Problem | None:
     return text
 
 
-def _token_ids(value: Any, name: str = TOKEN_IDS) -> Document:
+def _token_ids(value: Any, name: str = TOKEN_IDS) -> Document | Problem:
     if not value.is_valid:
         return NULL
     if value.values.null_count:

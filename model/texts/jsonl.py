@@ -15,13 +15,13 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.texts import compressed
-from model.texts.record import BLANK, Document, Piece, Problem, Read, document
+from model.texts.record import BLANK, Document, Piece, Problem, Record, document
 
 SUFFIXES = tuple(
     f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *compressed.SUFFIXES)
 )
 BOM = b"\xef\xbb\xbf"
-COUNT_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a file that tell JSON Lines from other JSON."""
 MAX_CONTAINERS = 1_000_000
@@ -46,12 +46,12 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
     return [Piece(path, begin, min(begin + piece_bytes, size), min(piece_bytes, size - begin)) for begin in begins]
 
 
-def read(piece: Piece, text_column: str) -> Iterator[Read]:
+def read(piece: Piece, text_column: str) -> Iterator[Record]:
     lines = compressed.lines(piece.path) if compressed.is_compressed(piece.path) else _plain_lines(piece)
     for row, (bytes_read, line) in enumerate(lines, 1):
         if row == 1 and piece.begin == 0:
             line = line.removeprefix(BOM)
-        yield Read(row, bytes_read, parse(line, text_column))
+        yield Record(row, bytes_read, parse(line, text_column))
 
 
 def place(piece: Piece, row: int) -> str:
@@ -86,7 +86,7 @@ def _check_head(path: str) -> None:
 
 
 def _plain_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
+    with Path(piece.path).open("rb", buffering=BUFFER_BYTES) as file:
         position, row = _seek_to_first_line(file, piece), 0
         while position < piece.end:
             line, row = file.readline(compressed.MAX_LINE_BYTES + 1), row + 1
@@ -102,7 +102,7 @@ def _seek_to_first_line(file: Any, piece: Piece) -> int:
     """Seek to the first line that begins in the piece; return its offset."""
     if piece.begin:
         file.seek(piece.begin - 1)
-        while (line := file.readline(COUNT_BYTES)) and not line.endswith(b"\n"):
+        while (line := file.readline(BUFFER_BYTES)) and not line.endswith(b"\n"):
             if file.tell() >= piece.end:  # the piece lies within a line that begins before it
                 break
     return int(file.tell())
@@ -110,16 +110,16 @@ def _seek_to_first_line(file: Any, piece: Piece) -> int:
 
 def _lines_before(piece: Piece) -> int:
     """Count the lines before a piece. Only error messages need it."""
-    with Path(piece.path).open("rb", buffering=COUNT_BYTES) as file:
+    with Path(piece.path).open("rb", buffering=BUFFER_BYTES) as file:
         left, count = _seek_to_first_line(file, piece), 0
         file.seek(0)
         while left > 0:
-            block = file.read(min(left, COUNT_BYTES))
+            block = file.read(min(left, BUFFER_BYTES))
             count, left = count + block.count(b"\n"), left - len(block)
     return count
 
 
-def parse(line: bytes, text_column: str) -> Document:
+def parse(line: bytes, text_column: str) -> Document | Problem:
     """Return the document of one line, or its Problem."""
     if not line.strip():
         return BLANK

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from model.texts import columns
-from model.texts.record import Piece, Read, group
+from model.texts.record import Piece, Record, group
 
 SUFFIXES = (".parquet",)
 BATCH_ROWS, BATCH_BYTES = 1024, 16 << 20
@@ -25,7 +25,7 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
     return group(path, sizes, piece_bytes)
 
 
-def read(piece: Piece, text_column: str) -> Iterator[Read]:
+def read(piece: Piece, text_column: str) -> Iterator[Record]:
     with _open(piece.path) as file:
         groups = range(piece.begin, piece.end)
         n_rows = sum(file.metadata.row_group(i).num_rows for i in groups)

@@ -30,21 +30,22 @@ class Problem(NamedTuple):
 
 NULL, EMPTY, BLANK = Problem("null", bad=False), Problem("empty", bad=False), Problem("blank lines", bad=False)
 
-Document = str | Integers | Problem
+Document = str | Integers
+"""A text, or its token ids."""
 
 
 class OtherLabels(np.ndarray):
     """Token ids of a record whose labels are others, such as −100 for a prompt. All of them are trained on."""
 
 
-class Read(NamedTuple):
-    """Record of a piece."""
+class Record(NamedTuple):
+    """One record of a piece."""
 
     row: int
     """Number of the record within the piece, from 1."""
     bytes_read: int
     """Bytes of the piece read so far, for progress; may be approximate."""
-    document: Document
+    content: Document | Problem
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Reader(Protocol):
     def split(self, path: str, piece_bytes: int) -> list[Piece]:
         """Divide a file into pieces of about this size, in order. Raises InputError if it cannot be opened."""
 
-    def read(self, piece: Piece, text_column: str) -> Iterator[Read]:
+    def read(self, piece: Piece, text_column: str) -> Iterator[Record]:
         """Yield the records of a piece. Raises InputError if the file is damaged, and not only a record."""
 
     def place(self, piece: Piece, row: int) -> str:
@@ -89,7 +90,7 @@ def kind_of(value: Any) -> str:
 NO_IDS = f"field {TOKEN_IDS!r} is not a list of whole numbers"
 
 
-def token_ids(value: Any) -> Document:
+def token_ids(value: Any) -> Document | Problem:
     """Return a list of token ids as an array, or its Problem."""
     if value is None:
         return NULL
@@ -104,7 +105,7 @@ def token_ids(value: Any) -> Document:
         return Problem(NO_IDS)
 
 
-def without_padding(ids: Integers, mask: Integers | None, labels: Integers | None) -> Document:
+def without_padding(ids: Integers, mask: Integers | None, labels: Integers | None) -> Document | Problem:
     """Return token ids without those at either end that the mask, 0 or 1 for each, marks as padding.
 
     The result is a Problem for another mask. If the labels differ, it is OtherLabels.
@@ -138,7 +139,7 @@ def _integers(value: Any) -> Integers | None:
         return None
 
 
-def _masked(record: dict[str, Any]) -> Document:
+def _masked(record: dict[str, Any]) -> Document | Problem:
     ids = token_ids(record[TOKEN_IDS])
     if not isinstance(ids, np.ndarray) or not (MASK in record or LABELS in record):
         return ids
@@ -148,7 +149,7 @@ def _masked(record: dict[str, Any]) -> Document:
     return without_padding(ids, mask, labels)
 
 
-def document(record: Any, text_column: str) -> Document:
+def document(record: Any, text_column: str) -> Document | Problem:
     """Return the document of a JSON record: its text, otherwise its token ids."""
     if not isinstance(record, dict):
         return Problem(f"{kind_of(record)} instead of an object")

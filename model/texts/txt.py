@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.common.errors import InputError
 from model.texts import compressed
-from model.texts.record import EMPTY, Piece, Problem, Read
+from model.texts.record import EMPTY, Piece, Problem, Record
 
 SUFFIXES = (".txt", *(f".txt{suffix}" for suffix in compressed.SUFFIXES))
 
@@ -15,7 +15,7 @@ def split(path: str, piece_bytes: int) -> list[Piece]:
     return [Piece(path, 0, size, size)]
 
 
-def read(piece: Piece, text_column: str) -> Iterator[Read]:
+def read(piece: Piece, text_column: str) -> Iterator[Record]:
     limit = compressed.MAX_LINE_BYTES
     try:
         with compressed.open_file(piece.path) as file:
@@ -31,7 +31,7 @@ def read(piece: Piece, text_column: str) -> Iterator[Read]:
         document = content.decode("utf-8-sig") or EMPTY
     except UnicodeDecodeError as error:
         document = Problem(f"not valid UTF-8 at byte {error.start + 1}")
-    yield Read(1, piece.nbytes, document)
+    yield Record(1, piece.nbytes, document)
 
 
 def place(piece: Piece, row: int) -> str:

@@ -89,7 +89,7 @@ def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch):
         reader = find_reader("jsonl")
         for size in (1 << 20, 7, 41):
             pieces = reader.split(str(tmp_path / f"a.jsonl{suffix}"), size)
-            documents = [read.document for piece in pieces for read in reader.read(piece, "text")]
+            documents = [record.content for piece in pieces for record in reader.read(piece, "text")]
             assert documents == ["a" * 27] * 3
 
 

@@ -22,7 +22,8 @@ from commands import MEAN, left_behind
 from self_kill import run_self_killing
 
 from model.common.errors import InputError
-from model.common.files import FileLock, LockedError, StoppedError, file_sha256, lies_in
+from model.common.file_lock import FileLock, LockedError
+from model.common.files import StoppedError, file_sha256, lies_in
 from model.common.staging import Staging
 from uptrain.runs.folder import locked
 

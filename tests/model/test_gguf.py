@@ -322,6 +322,8 @@ def test_filling_tokens_are_not_added_tokens(tmp_path):
 def test_unknown_tokenizers_are_refused(convert, tmp_path):
     with pytest.raises(CheckpointError, match="tokenizer of kind 'bert'"):
         tokenizer_files(tmp_path, {"tokenizer.ggml.model": "bert"})
+    with pytest.raises(CheckpointError, match=f"tokenizer of kind '{'x' * 59}…; 'gpt2' and"):  # cut as all values are
+        tokenizer_files(tmp_path, {"tokenizer.ggml.model": "x" * 200})
     gpt2 = {"model": "gpt2", "pre": "mystery", "tokens": ["a"], "token_type": [1], "merges": []}
     with pytest.raises(CheckpointError, match="pre-tokenizer 'mystery'; supported are gpt-2"):
         tokenizer_files(tmp_path, {f"tokenizer.ggml.{key}": value for key, value in gpt2.items()})

@@ -203,7 +203,7 @@ def test_a_repeated_value_of_parquet_is_held_once(tmp_path, monkeypatch):
     documents = columns.documents
     monkeypatch.setattr(columns, "documents", lambda column: [sizes.append(column.nbytes), *documents(column)][1:])
     (piece,) = parquet.split(str(tmp_path / "a.parquet"), 1 << 30)
-    assert [len(read.document) for read in parquet.read(piece, "text")] == [1_000_000] * 200
+    assert [len(record.content) for record in parquet.read(piece, "text")] == [1_000_000] * 200
     assert max(sizes) < 1.1e6
 
 
@@ -250,7 +250,7 @@ def test_padding_and_labels(tmp_path, name, beside, expected):
         lists = {key: pa.array([value], pa.list_(pa.int64())) for key, value in record.items() if value in (None, [])}
         columns_of(path, [pa.table({key: [value] for key, value in record.items()} | lists)], name)
     reader = find_reader(name)
-    (document,) = (each.document for piece in reader.split(str(path), 1000) for each in reader.read(piece, "text"))
+    (document,) = (each.content for piece in reader.split(str(path), 1000) for each in reader.read(piece, "text"))
     if isinstance(expected, str):
         assert document.bad
         assert document.reason.startswith(expected)
@@ -412,7 +412,7 @@ def test_arrow_unpacks_no_other_column(tmp_path, is_file):
     pa.set_memory_pool(counted)
     try:
         reader = find_reader("arrow")
-        read = [each.document for piece in reader.split(str(path), 1) for each in reader.read(piece, "text")]
+        read = [each.content for piece in reader.split(str(path), 1) for each in reader.read(piece, "text")]
     finally:
         pa.set_memory_pool(whole)
     assert read == ["a", "b"]

@@ -119,13 +119,13 @@ def test_extreme_values_are_greedy(tmp_path, extreme):
 
 
 def test_sampling_follows_the_distribution():
-    from model.decoder.generation import choose
+    from model.decoder.generation import sample
 
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p.log().expand(20000, 4)
-    drawn = choose(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    drawn = sample(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
     assert (drawn - p).abs().max() < 0.015
-    drawn = choose(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
+    drawn = sample(logits, 1.0, 0.75, torch.Generator().manual_seed(0)).bincount(minlength=4) / 20000
     assert (drawn - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import CONFIG_BYTES, CONVERSION_RECORD, read_bytes_up_to
+from model.common.file_names import CONVERSION_RECORD
+from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
 
 def source_names(folder: Path) -> tuple[str, ...]:

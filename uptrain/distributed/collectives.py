@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
-from model.common.machine import local_world_size, world_size
+from model.common.launcher import local_world_size, world_size
 from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 

@@ -154,7 +154,7 @@ class MemoryEstimator:
                 f"the memory of model_type {config.get('model_type')!r} cannot be estimated: its config.json has no "
                 "intermediate_size. `uptrain run` says whether it can be trained."
             )
-        inner = checks.size(config.get("intermediate_size"), "config.json has intermediate_size")
+        inner = checks.config_size(config, "intermediate_size")
         taught, equal = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
         float32 = _read_always_float32(model, config)
         kept = _make_measure_kept(model, config, seq_len, precision, lora_rank)

@@ -9,7 +9,7 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
-from model.common.read_files import UPTRAINING_RECORD
+from model.common.file_names import UPTRAINING_RECORD
 from model.completeness import check_head
 from uptrain.budget.budget import (
     Budget,

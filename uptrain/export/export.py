@@ -15,8 +15,8 @@ from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, witho
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_text, name_shards
 from model.common.console import Advance
 from model.common.errors import InputError
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.files import copy_file, sync_tree, write_file
-from model.common.read_files import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from model.common.counts import format_count
+from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown, markdown_code
-from model.common.read_files import CONFIG_BYTES, MODEL_CARD, leads_outside, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
 from uptrain.training.losses import LOSSES
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
-from model.common.console import echo_line, is_first_process, size, warn
+from model.common.console import echo_line, size, warn
 from model.common.errors import InputError, prefix_path
-from model.common.tokenizer import ADDED, VOCABULARIES, WHOLE, open_tokenizer
+from model.common.launcher import is_first_process
+from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.completeness import check_head
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
@@ -169,7 +170,11 @@ def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
 
 def _have_equal_vocabularies(one: Path, other: Path) -> bool:
     """Return whether two folders hold the same files of a vocabulary, byte for byte."""
-    names = [name for name in (WHOLE, ADDED, *VOCABULARIES) if (one / name).is_file() or (other / name).is_file()]
+    names = [
+        name
+        for name in (TOKENIZER_JSON, ADDED_TOKENS, *VOCABULARIES)
+        if (one / name).is_file() or (other / name).is_file()
+    ]
     equal, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
     return bool(names) and equal == names
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from model.common.console import is_first_process, size
+from model.common.console import size
 from model.common.errors import InputError, RankError
-from model.common.machine import available_memory, local_world_size
+from model.common.launcher import is_first_process, local_world_size
+from model.common.machine import available_memory
 from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits

@@ -9,7 +9,7 @@ from typing import Any
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.files import FileLock, LockedError
+from model.common.file_lock import FileLock, LockedError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget

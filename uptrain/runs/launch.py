@@ -13,9 +13,9 @@ import torch
 from accelerate import PartialState
 
 from model.checkpoint.hf_folder import read_config
-from model.common.console import echo, is_first_process, warn
+from model.common.console import echo, warn
 from model.common.errors import InputError
-from model.common.machine import world_size
+from model.common.launcher import is_first_process, world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.decoder.config import is_native
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning

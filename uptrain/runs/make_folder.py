@@ -10,8 +10,8 @@ from typing import Any
 
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
 from model.common.files import copy_file, lies_in, sync_tree, write_file
-from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import check_out, new_folder
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache

@@ -6,10 +6,10 @@ from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.command_options import AUTO_DEVICE
-from model.common.console import is_first_process, warn
+from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
-from model.common.machine import world_size
+from model.common.launcher import is_first_process, world_size
 from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.data.default_sizes import default_micro_batch

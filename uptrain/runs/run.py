@@ -27,7 +27,8 @@ from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
 from model.common.counts import format_count
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
-from model.common.files import FileLock, replace_file
+from model.common.file_lock import FileLock
+from model.common.files import replace_file
 from model.common.printable import one_line
 from model.common.processes import pid_namespace, process_start
 from model.decoder.devices import fast_float32_matmul

@@ -45,10 +45,9 @@ def read_header(path: Path) -> Header:
         version = file_version(os.fstat(file.fileno()))
         size = version[0]
         start = file.read(8)
-        length = int.from_bytes(start[:8], "little")
+        length = int.from_bytes(start, "little")
         if len(start) < 8 or length > MAX_HEADER or 8 + length > size:
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated: its header does not fit in it.")
-        file.seek(8)
         text = file.read(length)
     try:
         entries = json.loads(text, object_pairs_hook=_unique_keys)
@@ -84,10 +83,12 @@ def _parse(
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in BITS:
             raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-        # Products of numbers without a limit would take hours.
-        if len(shape) > MAX_AXES or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape):
-            raise ValueError(f"tensor {name!r} has the impossible shape {checks.short_repr(shape)}")
-        if prod(n for n in shape if n) >= LARGEST_COUNT:  # numpy makes no such array, not even an empty one
+        # The order counts: a product of numbers without a limit would take hours.
+        if (
+            len(shape) > MAX_AXES
+            or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape)
+            or prod(n for n in shape if n) >= LARGEST_COUNT  # numpy makes no such array, not even an empty one
+        ):
             raise ValueError(f"tensor {name!r} has the impossible shape {checks.short_repr(shape)}")
         tensor = TensorInfo(name, dtype, shape)
         if type(begin) is not int or type(end) is not int:

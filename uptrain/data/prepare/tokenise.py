@@ -130,7 +130,7 @@ class _Work:
                 size, reported = 0, bytes_read
         self._flush(piece.nbytes - reported, place)
 
-    def _problem(self, document: Document) -> Problem | None:
+    def _problem(self, document: Document | Problem) -> Problem | None:
         if isinstance(document, Problem):
             return document
         if isinstance(document, str):

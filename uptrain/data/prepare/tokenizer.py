@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from model.common.errors import InputError
-from model.common.tokenizer import VOCABULARIES, WHOLE, open_tokenizer
+from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 MOST_WHITE_SPACE = 2
@@ -49,19 +49,19 @@ class Tokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load a folder's tokenizer with transformers, from local files only. Raises InputError if it is unusable."""
-    if not any((folder / name).is_file() for name in (WHOLE, *VOCABULARIES)):
+    if not any((folder / name).is_file() for name in (TOKENIZER_JSON, *VOCABULARIES)):
         raise InputError(
-            f"{folder} holds no tokenizer ({WHOLE} or {VOCABULARIES[0]}); put the tokenizer's files there."
+            f"{folder} holds no tokenizer ({TOKENIZER_JSON} or {VOCABULARIES[0]}); put the tokenizer's files there."
         )
     loaded = open_tokenizer(folder)
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise InputError(
-            f"{folder} has a tokenizer written in Python ({type(loaded).__name__}); give one with a {WHOLE}."
+            f"{folder} has a tokenizer written in Python ({type(loaded).__name__}); give one with a {TOKENIZER_JSON}."
         )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not vocabulary:
-        raise InputError(f"the tokenizer of {folder} has an empty vocabulary; put the model's {WHOLE} there.")
+        raise InputError(f"the tokenizer of {folder} has an empty vocabulary; put the model's {TOKENIZER_JSON} there.")
     return Tokenizer(
         backend.to_str(), bool(loaded.split_special_tokens), loaded.eos_token_id, max(vocabulary.values()) + 1
     )

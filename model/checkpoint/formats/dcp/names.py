@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.expected_shapes import Shape
-from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, LAYER, PAIRS, TOP
+from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, INTERLEAVED, LAYER, TOP
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError
 
-# Entries of the training state, which are saved with the model.
-OTHERS = re.compile(r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\.")
+TRAINING_STATE = re.compile(
+    r"(?:^|\.)(?:optim|optimizers?|(?:lr_)?schedulers?|data_?loader|train_state|rng|rng_state)\."
+)
+"""Names of the entries that are saved with the model to resume its training."""
 
 PART_OF_STUDENT = "model.student."
 """Begins the names of tensors in the checkpoints of `uptrain run`."""
@@ -39,7 +41,7 @@ class FrameworkNames:
     layer: Mapping[str, str]
     fused: str = ""
     """The module of a layer that holds, for each K/V head, the query heads of its group, then K, then V."""
-    pairs: tuple[str, ...] = ()
+    interleaved: tuple[str, ...] = ()
     """Hugging Face's names of modules whose rows the framework stores in Meta's rotary order."""
     buffers: tuple[str, ...] = ()
     """Tables that can be computed from config.json."""
@@ -72,7 +74,7 @@ TORCHTITAN = FrameworkNames(
     "layers",
     {part: LAYER[_QKV.get(part, part)][0] for part in (*LAYER, *_QKV)},
     fused="attention.qkv_linear.wqkv",
-    pairs=tuple(LAYER[part][0] for part in PAIRS),
+    interleaved=tuple(LAYER[part][0] for part in INTERLEAVED),
     buffers=("freqs_cis",),
 )
 
@@ -109,7 +111,7 @@ def find_framework(path: Path, names: Iterable[str]) -> tuple[FrameworkNames | N
 
     Raises CheckpointError if they are not unambiguous.
     """
-    names = {name for name in names if not OTHERS.search(name)}
+    names = {name for name in names if not TRAINING_STATE.search(name)}
     candidates: list[tuple[FrameworkNames | None, str]] = [
         (None, p) for embedding in EMBEDDINGS for p in _prefixes(names, embedding)
     ]

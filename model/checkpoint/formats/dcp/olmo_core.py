@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from model.checkpoint.llama_config import dtype_settings, rope_settings
+from model.checkpoint.llama_config import dtype_settings, rope_entries
 from model.checkpoint.tensor import TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -82,7 +82,7 @@ def olmo2_config(
         "vocab_size": _positive(path, model, "vocab_size"),
         "attention_bias": False,
         "tie_word_embeddings": model.get("tie_word_embeddings") is True,
-        **rope_settings(_number(path, "theta", parts["model.block.attention.rope"].get("theta")), None),
+        **rope_entries(_number(path, "theta", parts["model.block.attention.rope"].get("theta")), None),
         **{key: token if type(token := tokenizer.get(key)) is int else None for key in _TOKENS},
         **dtype_settings(tensors),
     }

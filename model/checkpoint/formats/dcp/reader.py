@@ -82,7 +82,7 @@ class DistributedFolder(Checkpoint):
         part, stored = self._parts[name], partial(whole_rows, self._stored[name][0])
         if part.heads is not None:
             stored = partial(rows_of_heads, stored, part.heads, part.head_dim)
-        if part.pairs:
+        if part.is_interleaved:
             return rope_order.half_split_rows(stored, part.head_dim, start, stop)
         return stored(start, stop)
 

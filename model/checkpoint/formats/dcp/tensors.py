@@ -7,15 +7,15 @@ from typing import Any
 
 from model.checkpoint.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.dcp.metadata import Entry
-from model.checkpoint.formats.dcp.names import OTHERS, FrameworkNames, layer_norms
+from model.checkpoint.formats.dcp.names import TRAINING_STATE, FrameworkNames, layer_norms
 from model.checkpoint.tied import HEAD
 from model.checkpoint.torch_file import DTYPES, check_name
-from model.common import checks
+from model.common.checks import config_size
 from model.common.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelTensor:
     """A tensor of the model: its entry in the checkpoint, and the selection and order of its heads."""
 
     name: str
@@ -24,12 +24,12 @@ class Part:
     head_dim: int = 0
     heads: tuple[int, ...] | None = None
     """The heads of the entry that belong to this tensor; None if all do."""
-    pairs: bool = False
+    is_interleaved: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
 
     @property
     def is_verbatim(self) -> bool:
-        return self.heads is None and not self.pairs
+        return self.heads is None and not self.is_interleaved
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def own_names(
     buffers = framework.buffers if framework else ()
     for name, entry in entries.items():
         own = name.removeprefix(prefix)
-        if OTHERS.search(name) or (name.startswith(prefix) and own in buffers):
+        if TRAINING_STATE.search(name) or (name.startswith(prefix) and own in buffers):
             continue
         check_name(path, name)
         if not name.startswith(prefix) or entry.dtype not in DTYPES:
@@ -79,15 +79,15 @@ def own_names(
 
 def renamed(
     path: Path, entries: Mapping[str, Entry], framework: FrameworkNames | None, config: Mapping[str, Any]
-) -> dict[str, Part]:  # fmt: skip
+) -> dict[str, ModelTensor]:  # fmt: skip
     """Return the model's tensors under their Hugging Face names.
 
     Tensors with a framework's names must be exactly those that the config describes. Raises CheckpointError otherwise.
     """
     if framework is None:
-        return {name: Part(name, entry, entry.shape) for name, entry in entries.items()}
+        return {name: ModelTensor(name, entry, entry.shape) for name, entry in entries.items()}
     model = _model(path, framework, config)
-    parts: dict[str, Part] = {}
+    parts: dict[str, ModelTensor] = {}
     for name, entry in entries.items():
         hf_names = framework.rename(name)
         if not hf_names or hf_names[0] not in model.shapes:
@@ -106,8 +106,8 @@ def renamed(
         for new, selection in zip(hf_names, heads, strict=True):
             if new in parts:
                 raise CheckpointError(f"{path} holds {parts[new].name} and {name}, two names of the same tensor.")
-            pairs = any(f".{part}." in new for part in framework.pairs)
-            parts[new] = Part(name, entry, model.shapes[new], model.head_dim, selection, pairs)
+            is_interleaved = any(f".{part}." in new for part in framework.interleaved)
+            parts[new] = ModelTensor(name, entry, model.shapes[new], model.head_dim, selection, is_interleaved)
     for name in model.shapes:
         if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
             raise CheckpointError(
@@ -130,11 +130,11 @@ def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> 
                 f"{path}: config.json says {key} = {config[key]}, but {framework.title} has no biases."
             )
     n_layers, vocab_size, hidden_size, n_mlp, n_heads = (
-        _positive(config, key)
+        config_size(config, key)
         for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     )
-    n_kv_heads = n_heads if config.get("num_key_value_heads") is None else _positive(config, "num_key_value_heads")
-    head_dim = hidden_size // n_heads if config.get("head_dim") is None else _positive(config, "head_dim")
+    n_kv_heads = n_heads if config.get("num_key_value_heads") is None else config_size(config, "num_key_value_heads")
+    head_dim = hidden_size // n_heads if config.get("head_dim") is None else config_size(config, "head_dim")
     if head_dim % 2 or n_heads % n_kv_heads or n_layers > 100_000:
         raise CheckpointError(
             f"{path}: config.json means {n_layers} layers of {n_heads} query and {n_kv_heads} K/V heads of {head_dim}; "
@@ -144,7 +144,3 @@ def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> 
     norms = layer_norms(model_type, hidden_size, n_q, n_kv)
     shapes = expected_shapes(n_layers, vocab_size, hidden_size, n_mlp, n_q, n_kv, norms)
     return _Model(n_heads, n_kv_heads, head_dim, shapes)
-
-
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    return checks.size(config.get(key), f"config.json has {key}")

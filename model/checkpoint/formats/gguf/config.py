@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
 
-from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_settings
+from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_entries
 from model.checkpoint.tensor import Array, TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -35,19 +34,19 @@ class ArchitectureKeys:
         self.architecture = fields.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{path} is a GGUF of architecture {shortened(self.architecture)}; supported are "
+                f"{path} is a GGUF of architecture {checks.short_repr(self.architecture)}; supported are "
                 f"{' and '.join(map(repr, ARCHITECTURES))}."
             )
         if fields.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
-                f"{path} is one of {shortened(fields['split.count'])} parts; join them first, with llama.cpp's "
+                f"{path} is one of {checks.short_repr(fields['split.count'])} parts; join them first, with llama.cpp's "
                 "llama-gguf-split --merge FIRST_PART WHOLE.gguf."
             )
         for key in fields:
             prefix, _, rest = key.partition(".")
             if prefix == self.architecture and rest not in KEYS:
                 raise CheckpointError(
-                    f"{path} has the setting {key} = {shortened(fields[key])}, which is not supported."
+                    f"{path} has the setting {key} = {checks.short_repr(fields[key])}, which is not supported."
                 )
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -61,7 +60,7 @@ class ArchitectureKeys:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
             raise CheckpointError(
-                f"{self.path} has {self.architecture}.{key} = {shortened(value)}; it must be a positive number."
+                f"{self.path} has {self.architecture}.{key} = {checks.short_repr(value)}; it must be a positive number."
             )
         return float(str(np.float32(value)))
 
@@ -78,21 +77,10 @@ def build_config(
     """Return config.json. `rope_factors`: those of the rotary frequencies, if the file has a tensor of them."""
     n_heads, hidden_size = keys.integer("attention.head_count"), keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden_size // n_heads)
-    if head_dim % 2:
-        raise CheckpointError(f"{keys.path} has heads of {head_dim} dimensions; RoPE needs an even number.")
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if keys.integer(key, head_dim) != head_dim:
-            raise CheckpointError(
-                f"{keys.path}: {keys.architecture}.{key} differs from the head size {head_dim}; not supported."
-            )
+    _check_heads(keys, n_heads, head_dim, hidden_size)
     theta = keys.number("rope.freq_base", 10000.0)
     has = tensors.__contains__
     if keys.architecture == "qwen2":
-        if n_heads * head_dim != hidden_size:
-            raise CheckpointError(
-                f"{keys.path} has {n_heads} heads of {head_dim}, which is not the width {hidden_size}; "
-                "Qwen 2 has no other."
-            )
         _check_qwen2_biases(keys.path, tensors)
         build = qwen2_config
     else:
@@ -102,13 +90,7 @@ def build_config(
         }
         build = partial(llama_config, **biases)
     intermediate_size = keys.integer("feed_forward_length")
-    for name, tensor in tensors.items():
-        axis = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.get(name.split(".")[-2])
-        is_matrix = axis is not None and name.endswith(".weight")
-        if is_matrix and tensor.shape[axis:][:1] != (intermediate_size,):
-            raise CheckpointError(
-                f"{keys.path} says feed_forward_length = {intermediate_size}, but {name} is {tensor.shape}."
-            )
+    _check_mlp(keys.path, tensors, intermediate_size)
     config = build(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -120,10 +102,36 @@ def build_config(
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         vocab_size=tensors["model.embed_tokens.weight"].shape[0],
         tie_word_embeddings=not has("lm_head.weight"),
-        **rope_settings(theta, _rope_scaling(keys, rope_factors, head_dim, theta)),
+        **rope_entries(theta, _rope_scaling(keys, rope_factors, head_dim, theta)),
         **dtype_settings(tensors.values()),
     )
     return {**config, **special_tokens(keys)}
+
+
+def _check_heads(keys: ArchitectureKeys, n_heads: int, head_dim: int, hidden_size: int) -> None:
+    """Raise CheckpointError for heads that the class in transformers does not have."""
+    if head_dim % 2:
+        raise CheckpointError(f"{keys.path} has heads of {head_dim} dimensions; RoPE needs an even number.")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if keys.integer(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{keys.path}: {keys.architecture}.{key} differs from the head size {head_dim}; not supported."
+            )
+    if keys.architecture == "qwen2" and n_heads * head_dim != hidden_size:
+        raise CheckpointError(
+            f"{keys.path} has {n_heads} heads of {head_dim}, which is not the width {hidden_size}; Qwen 2 has no other."
+        )
+
+
+def _check_mlp(path: Path, tensors: Mapping[str, TensorInfo], intermediate_size: int) -> None:
+    """Raise CheckpointError if a matrix of an MLP has another width."""
+    for name, tensor in tensors.items():
+        axis = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.get(name.split(".")[-2])
+        is_matrix = axis is not None and name.endswith(".weight")
+        if is_matrix and tensor.shape[axis:][:1] != (intermediate_size,):
+            raise CheckpointError(
+                f"{path} says feed_forward_length = {intermediate_size}, but {name} is {tensor.shape}."
+            )
 
 
 def _check_qwen2_biases(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -164,8 +172,8 @@ def _check_no_scaling(keys: ArchitectureKeys) -> None:
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind != "none" and (kind, factor) != ("linear", 1.0):
         raise CheckpointError(
-            f"{keys.path} scales the rotary embedding twice, by {ROPE_FACTORS} and by the type {shortened(kind)} "
-            f"with factor {factor:g}; not supported."
+            f"{keys.path} scales the rotary embedding twice, by {ROPE_FACTORS} and by the type "
+            f"{checks.short_repr(kind)} with factor {factor:g}; not supported."
         )
 
 
@@ -185,7 +193,7 @@ def _rope_scaling(
         original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise CheckpointError(
-        f"{keys.path}: the RoPE scaling {shortened(kind)} is not supported; none, linear and yarn are."
+        f"{keys.path}: the RoPE scaling {checks.short_repr(kind)} is not supported; none, linear and yarn are."
     )
 
 

@@ -7,11 +7,10 @@ pre-tokenizer would tokenise text wrongly without an error (llama.cpp, `llama-vo
 
 from math import isfinite
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any
 
 from model.checkpoint.hf_folder import json_text
-from model.common.checks import is_whole_number
+from model.common.checks import is_whole_number, short_repr
 from model.common.errors import CheckpointError
 
 MAX_TOKEN = 1024
@@ -60,12 +59,12 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
     model = fields.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(str(model))
     if build is None:
-        raise CheckpointError(f"{path} has a tokenizer of kind {shortened(model)}; 'gpt2' and 'llama' are supported.")
+        raise CheckpointError(f"{path} has a tokenizer of kind {short_repr(model)}; 'gpt2' and 'llama' are supported.")
     # transformers uses Qwen 2's pre-tokenizer for every Qwen 2, whatever tokenizer.json says.
     if fields.get("general.architecture") == "qwen2" and fields.get("tokenizer.ggml.pre") != "qwen2":
         raise CheckpointError(
-            f"{path} is a Qwen 2 with the pre-tokenizer {shortened(fields.get('tokenizer.ggml.pre'))}; only 'qwen2' is "
-            "supported. Convert from the original Hugging Face folder instead."
+            f"{path} is a Qwen 2 with the pre-tokenizer {short_repr(fields.get('tokenizer.ggml.pre'))}; only 'qwen2' "
+            "is supported. Convert from the original Hugging Face folder instead."
         )
     for key in ("tokens", "token_type", "merges" if model == "gpt2" else "scores"):
         if not isinstance(fields.get(f"tokenizer.ggml.{key}"), list):
@@ -101,9 +100,9 @@ def _settings_problem(fields: dict[str, Any], size: int) -> str:
     for key, value in fields.items():
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
             if not is_whole_number(value, least=0) or value >= size:
-                return f"{key} = {shortened(value)}, outside its vocabulary"
+                return f"{key} = {short_repr(value)}, outside its vocabulary"
         elif type(value) is not KINDS.get(key, type(value)):
-            return f"{key} = {shortened(value)}, which is not of type {KINDS[key].__name__}"
+            return f"{key} = {short_repr(value)}, which is not of type {KINDS[key].__name__}"
     return ""
 
 
@@ -111,7 +110,7 @@ def _byte_level_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]) -
     name = fields.get("tokenizer.ggml.pre")
     if name not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{path} names the pre-tokenizer {shortened(name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            f"{path} names the pre-tokenizer {short_repr(name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
             "Convert from the original Hugging Face folder instead."
         )
     return {

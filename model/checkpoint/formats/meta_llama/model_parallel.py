@@ -29,7 +29,7 @@ LAYER: dict[str, tuple[str, int | None]] = {
     "ffn_norm": ("post_attention_layernorm", None),
 }
 # The modules whose rows are in Meta's rotary order.
-PAIRS = ("attention.wq", "attention.wk")
+INTERLEAVED = ("attention.wq", "attention.wk")
 FUSED, FUSED_PARTS = "attention.wqkv", ("attention.wq", "attention.wk", "attention.wv")
 TOP = {"tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm"}
 
@@ -39,14 +39,14 @@ NAME = re.compile(r"(?:layers\.(?P<layer>0|[1-9]\d*)\.)?(?P<part>\w+|\w+\.\w+)\.
 
 
 @dataclass(frozen=True)
-class Whole:
+class AssembledTensor:
     """A tensor assembled from the files' parts."""
 
     dtype: str
     blocks: tuple[TensorBlock, ...]
     copies: tuple[tuple[TensorBlock, ...], ...] = ()
     """Copies of the same tensor, if there are more files than K/V heads and several files hold the same head."""
-    pairs: bool = False
+    is_interleaved: bool = False
     """Whether the rows of each head are in Meta's rotary order."""
     span: Span | None = None
 
@@ -92,9 +92,9 @@ class ParallelLayout:
             raise CheckpointError(f"{self._files[0]} holds no matrix {name}; it is incomplete, or not a Llama.")
         return stored
 
-    def wholes(self) -> dict[str, Whole]:
+    def tensors(self) -> dict[str, AssembledTensor]:
         """Return every tensor by its Hugging Face name, in Hugging Face's order."""
-        tensors: dict[str, Whole] = {}
+        tensors: dict[str, AssembledTensor] = {}
         for name, stored in self._parts[0].items():
             if not BUFFERS.fullmatch(name):
                 tensors |= self._assemble(name, stored)
@@ -104,15 +104,15 @@ class ParallelLayout:
                 raise CheckpointError(
                     f"{self._folder} lacks the tensor for {name}; fetch it again, or correct {PARAMS}."
                 )
-        for name, whole in tensors.items():
-            if whole.shape != expected.get(name):
+        for name, tensor in tensors.items():
+            if tensor.shape != expected.get(name):
                 raise CheckpointError(
-                    f"{self._folder}: {name} would have shape {whole.shape}, where {PARAMS} and the other tensors mean "
-                    f"{expected.get(name, 'none')}; they do not match."
+                    f"{self._folder}: {name} would have shape {tensor.shape}, where {PARAMS} and the other tensors "
+                    f"mean {expected.get(name, 'none')}; they do not match."
                 )
         return {name: tensors[name] for name in expected}
 
-    def _assemble(self, name: str, stored: Stored) -> dict[str, Whole]:
+    def _assemble(self, name: str, stored: Stored) -> dict[str, AssembledTensor]:
         """Return the tensor, by its Hugging Face name, that one of Meta's names stands for; three if it is fused."""
         match = NAME.fullmatch(name)
         layer, part = match.group("layer", "part") if match else (None, "")
@@ -120,7 +120,7 @@ class ParallelLayout:
         if len(stored.shape) != (1 if part.endswith("norm") else 2):
             part = ""
         if layer is None and part in TOP:
-            return {f"{TOP[part]}.weight": self._whole(stored, arrays, self._top_axis(part, stored))}
+            return {f"{TOP[part]}.weight": self._concatenated(stored, arrays, self._top_axis(part, stored))}
         if layer is not None and part == FUSED:
             rows = self._fused_rows(name, stored)
             parts = [(one, [array[r] for array in arrays]) for one, r in zip(FUSED_PARTS, rows, strict=True)]
@@ -150,14 +150,14 @@ class ParallelLayout:
             )
         return slice(0, n_q), slice(n_q, n_q + n_kv), slice(n_q + n_kv, None)
 
-    def _in_layer(self, layer: str, part: str, stored: Stored, arrays: Sequence[Array]) -> dict[str, Whole]:
+    def _in_layer(self, layer: str, part: str, stored: Stored, arrays: Sequence[Array]) -> dict[str, AssembledTensor]:
         hf_part, axis = LAYER[part]
         name = f"model.layers.{layer}.{hf_part}.weight"
         if part in ("attention.wk", "attention.wv"):
-            return {name: self._kv_whole(name, stored, arrays, part in PAIRS)}
-        return {name: self._whole(stored, arrays, axis, part in PAIRS)}
+            return {name: self._assemble_kv(name, stored, arrays, part in INTERLEAVED)}
+        return {name: self._concatenated(stored, arrays, axis, part in INTERLEAVED)}
 
-    def _kv_whole(self, name: str, stored: Stored, arrays: Sequence[Array], pairs: bool) -> Whole:
+    def _assemble_kv(self, name: str, stored: Stored, arrays: Sequence[Array], is_interleaved: bool) -> AssembledTensor:
         """Assemble K or V. If there are more files than heads, consecutive files hold copies of the same head."""
         head_dim, n_kv_heads = self._params.head_dim, self._params.n_kv_heads
         n_copies, rest = divmod(len(arrays) * len(arrays[0]), n_kv_heads * head_dim)
@@ -166,15 +166,17 @@ class ParallelLayout:
                 f"{self._folder}: {name} has {len(arrays[0])} rows in each of {len(arrays)} file(s), which are not "
                 f"n_kv_heads = {n_kv_heads} heads of {head_dim} rows; correct {PARAMS}."
             )
-        whole = self._whole(stored, arrays[::n_copies], 0, pairs)
+        one = self._concatenated(stored, arrays[::n_copies], 0, is_interleaved)
         copies = tuple(concatenation(arrays[i::n_copies], 0) for i in range(1, n_copies))
-        return Whole(whole.dtype, whole.blocks, copies, pairs, None if copies else whole.span)
+        return AssembledTensor(one.dtype, one.blocks, copies, is_interleaved, None if copies else one.span)
 
-    def _whole(self, stored: Stored, arrays: Sequence[Array], axis: int | None, pairs: bool = False) -> Whole:
+    def _concatenated(
+        self, stored: Stored, arrays: Sequence[Array], axis: int | None, is_interleaved: bool = False
+    ) -> AssembledTensor:
         if axis is None or len(arrays) == 1:
-            is_verbatim = arrays[0].shape == stored.shape and not pairs
-            return Whole(stored.dtype, concatenation(arrays[:1], 0), (), pairs, stored.span if is_verbatim else None)
-        return Whole(stored.dtype, concatenation(arrays, axis), (), pairs)
+            span = stored.span if arrays[0].shape == stored.shape and not is_interleaved else None
+            return AssembledTensor(stored.dtype, concatenation(arrays[:1], 0), (), is_interleaved, span)
+        return AssembledTensor(stored.dtype, concatenation(arrays, axis), (), is_interleaved)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of such a model, in Hugging Face's order."""

@@ -14,7 +14,7 @@ from model.checkpoint.formats.meta_llama.model_parallel import ParallelLayout
 from model.checkpoint.formats.meta_llama.params import PARAMS, Params
 from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.llama_config import dtype_settings, llama_config, rope_settings
+from model.checkpoint.llama_config import dtype_settings, llama_config, rope_entries
 from model.checkpoint.shard_index import refuse_dangling
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tensor_blocks import whole_rows
@@ -35,8 +35,8 @@ class MetaFolder(Checkpoint):
         self._params = Params(path)
         self.weight_files = _files(path)
         parts = [read_tensors(file) for file in self.weight_files]
-        self._wholes = ParallelLayout(self.weight_files, parts, self._params).wholes()
-        self.tensors = {name: TensorInfo(name, whole.dtype, whole.shape) for name, whole in self._wholes.items()}
+        self._assembled = ParallelLayout(self.weight_files, parts, self._params).tensors()
+        self.tensors = {name: TensorInfo(name, t.dtype, t.shape) for name, t in self._assembled.items()}
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         vocab_size = self.tensors["model.embed_tokens.weight"].shape[0]
         context_length, note = self._params.context_length()
@@ -52,18 +52,17 @@ class MetaFolder(Checkpoint):
         self.notes = (*([note] if note else []), *end_of_turn, *self._find_tokenizer())
 
     def span(self, name: str) -> Span | None:
-        return self._wholes[name].span
+        return self._assembled[name].span
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        whole = self._wholes[name]
-        if whole.pairs:
+        if self._assembled[name].is_interleaved:
             return rope_order.half_split_rows(partial(self._stored_rows, name), self._params.head_dim, start, stop)
         return self._stored_rows(name, start, stop)
 
     def _stored_rows(self, name: str, start: int, stop: int) -> Array:
-        whole = self._wholes[name]
-        rows = whole_rows(whole.blocks, start, stop)
-        for copy in whole.copies:
+        tensor = self._assembled[name]
+        rows = whole_rows(tensor.blocks, start, stop)
+        for copy in tensor.copies:
             if whole_rows(copy, start, stop).tobytes() != rows.tobytes():
                 raise CheckpointError(
                     f"{self.path}: the files hold the K/V heads of {name} more than once, with different values; "
@@ -72,7 +71,7 @@ class MetaFolder(Checkpoint):
         return rows
 
     def close(self) -> None:
-        self._wholes.clear()
+        self._assembled.clear()
 
     def _build_config(self, vocab_size: int, context_length: int) -> dict[str, Any]:
         params = self._params
@@ -89,7 +88,7 @@ class MetaFolder(Checkpoint):
             attention_bias=False,
             mlp_bias=False,
             tie_word_embeddings=False,
-            **rope_settings(params.rope_theta, params.rope_scaling),
+            **rope_entries(params.rope_theta, params.rope_scaling),
             **dtype_settings(self.tensors.values()),
         )
 

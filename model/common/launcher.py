@@ -1,0 +1,53 @@
+"""Read the variables by which a launcher tells a process its number, and the number of processes.
+
+torchrun and `accelerate launch` set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+import os
+
+from model.common.errors import InputError
+
+_SINGLE = "-1"
+"""LOCAL_RANK of a single process, by older launchers."""
+
+
+def world_size() -> int:
+    """Return the number of processes that a launcher has started (WORLD_SIZE); 1 without a launcher.
+
+    Raises InputError if the variable is no positive number.
+    """
+    return _variable("WORLD_SIZE", 1, least=1)
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this machine that a launcher has started (LOCAL_WORLD_SIZE); else 1."""
+    return _variable("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of this machine (LOCAL_RANK); 0 without a launcher."""
+    if os.environ.get("LOCAL_RANK") == _SINGLE:
+        return 0
+    return _variable("LOCAL_RANK", 0, least=0)
+
+
+def is_first_process() -> bool:
+    """Return whether this is the first process on its machine of those that a launcher has started.
+
+    Errors and warnings ask this, so it takes any values.
+    """
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0") in ("0", _SINGLE)
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher has started this process. Some clusters set RANK in every process."""
+    variables = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and all(os.environ.get(name) for name in variables)
+
+
+def _variable(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        what = "a number of processes" if least else "the number of a process"
+        raise InputError(f"the variable {name} is {text!r}, not {what}; unset it for a single one.")
+    return int(text)
