@@ -3,7 +3,7 @@
 FOLDER/model.layers.11….latent.npz     layer 11, converted
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from convert.calibration.calibrate_layers import comparison_windows, refit_and_refine, write_layers
@@ -26,7 +26,7 @@ KEY_WEIGHTS = (0.1, 1.0, 10.0)
 
 
 def calibrate_latent(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, conversions: Sequence[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 

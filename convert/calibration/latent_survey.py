@@ -38,7 +38,7 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 
 @torch.no_grad()
 def choose_positions(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, conversions: Sequence[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> tuple[float, ...]:  # fmt: skip
     """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
     recipe = conversions[0].recipe

@@ -147,14 +147,14 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     from convert.estimates.latent import latent_seconds
 
     if isinstance(plan, LatentPlan):
-        seconds, faster = round(latent_seconds(checkpoint, plan)), "--refine 0 takes less"
+        seconds = round(latent_seconds(checkpoint, plan))
     else:
         assert isinstance(plan, MergePlan)
-        seconds, faster = round(calibration_seconds(checkpoint, plan)), "--method mean takes little longer than copying"
+        seconds = round(calibration_seconds(checkpoint, plan))
     if not quiet and seconds > SLOW_SECONDS:
-        duration = console.duration(seconds)
         console.echo(
-            f"Calibrating takes about {duration} on {plan.recipe.device}; {faster}, but starts with a higher loss.",
+            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {plan.faster}, but starts "
+            "with a higher loss.",
             err=True,
         )
     return {"device": plan.recipe.device, "calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

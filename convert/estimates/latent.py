@@ -64,7 +64,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     """Run the first layer, and a latent attention of zeros, on random states."""
-    text, conversion = plan.recipe.text, plan.layers[0]
+    text, conversion = plan.recipe.text, plan.conversions[0]
     assert text is not None
     sizes, layers = conversion.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
     started = time.perf_counter()

@@ -45,6 +45,10 @@ class LatentRecipe(Recipe):
         return True
 
     @property
+    def method_name(self) -> str:
+        return self.latent_method
+
+    @property
     def tensor_dtype(self) -> str | None:
         """`dtype` in the words of `TensorInfo`."""
         return None if self.dtype is None else "BF16"

@@ -3,22 +3,24 @@
 import shutil
 from pathlib import Path
 from tempfile import gettempdir
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.calibration.run_calibration import calibrate
-from convert.latent.layer import FittedLatent, LatentLayer
 from convert.latent.recipe import LATENT
-from convert.merging.layer import LayerConversion, LayerMerge, attention_of
+from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import BFLOAT16, widen
-from convert.merging.weights import LayerAttention
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
 from model.common.console import size
 from model.common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from convert.calibration.latent_weights import LatentWeights
+    from convert.layers.layer_module import Weights
 
 ROUNDING = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
@@ -46,7 +48,7 @@ def recompute_layers(
             f"{gettempdir()} has {size(free)} free, but {size(plan.scratch_bytes)} are needed to run the calibration "
             "again; set TMPDIR to a folder with more free space."
         )
-    calibrate(source, plan.conversions, plan.recipe, scratch, quiet)
+    plan.calibrate(source, scratch, quiet)
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 
@@ -92,20 +94,16 @@ def compare_by_errors(
         expected = layers.get(plan.conversions[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
-    def attentions(index: int) -> list[LayerAttention | FittedLatent]:
-        conversion = plan.conversions[index]
+    def weights(index: int) -> "list[Weights | LatentWeights]":
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        if isinstance(conversion, LatentLayer):
-            return [conversion.fitted(tensors) for tensors in wide]
-        assert isinstance(conversion, LayerMerge)
-        return [attention_of(tensors, conversion, conversion.target) for tensors in wide]
+        return [plan.weights(index, tensors) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.conversions)) if differs(index)}
-    errors = validation_errors(source, plan.recipe, scratch, different, attentions) if different else {}
+    errors = validation_errors(source, plan.recipe, scratch, different, weights) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0

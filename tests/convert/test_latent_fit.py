@@ -146,7 +146,7 @@ def _first_layer(source, tmp_path, sizes=SIZE):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         positions = (0.0, 0.0, 1.0, 3.0)
         recipe = LatentRecipe(LATENT, latent=sizes[1], rope_dims=sizes[3], positions=positions, text=text)
-        work = make_latent_plan(checkpoint, recipe, None).layers[0]
+        work = make_latent_plan(checkpoint, recipe, None).conversions[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
             layer = next(iter_layers(checkpoint, text, tmp_path / "scratch", lambda n: None, "cpu"))
