@@ -37,7 +37,7 @@ from model.common.read_files import CONVERSION_RECORD, MODEL_CARD
 from model.common.staging import AREAS, Staging, check_out, check_room
 
 POSITIONS = "positions of the rotated key"
-"""The journal's name for the chosen frequencies."""
+"""The journal's name for the chosen positions."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -98,11 +98,9 @@ def _holds_other_work(folder: Path) -> bool:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Return the files that make a folder more than one model: weights in subfolders, and files of no model.
+    """Return weights in subfolders and, without a groupwise.json, files that belong to no model.
 
-    The latter only if the folder has no groupwise.json.
-
-    A conversion copies whatever lies beside the weights of its source, so its own output may hold any other file.
+    A conversion copies whatever lies beside the source's weights, so its own output may hold any file.
     """
     is_output = (folder / CONVERSION_RECORD).is_file()
     patterns = (*WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", ".gitattributes", "*.jinja")

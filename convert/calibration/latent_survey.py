@@ -40,7 +40,7 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 def choose_positions(
     checkpoint: Checkpoint, conversions: Sequence[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
+    """Return the positions of the rotated key's channels. `advance` counts tokens, layer by layer."""
     recipe = conversions[0].recipe
     n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
     candidates = [stock_positions(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]

@@ -43,7 +43,7 @@ class LatentLayer:
         return self.target_at(self.recipe.positions)
 
     def target_at(self, positions: tuple[float, ...]) -> LatentTarget:
-        """Return the target with other channels of the rotated key."""
+        """Return the target with other positions."""
         return LatentTarget(self.sizes, self.source_rope, positions)
 
     @property
