@@ -9,7 +9,7 @@ from convert.latent.stock_tensors import rounded_weight
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
 from model.checkpoint.latent_norm import EPSILON, KEY
-from model.checkpoint.llama_config import rope_settings
+from model.checkpoint.llama_config import TORCH_DTYPES, rope_settings
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.decoder.config import LlamaConfig
@@ -99,8 +99,7 @@ def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str
 
     Programs load a model in that dtype, and in float16 the latent's norm would overflow.
     """
-    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    dtype = names.get(tensors_dtype)
+    dtype = TORCH_DTYPES.get(tensors_dtype)
     return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
 
 
