@@ -30,7 +30,7 @@ from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
 from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
 from convert.merging.layer_file import FINISHED, save_layer
-from convert.merging.methods import find_alternatives, find_group_method
+from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
@@ -151,7 +151,7 @@ def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAtte
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
-    merge_group, find_others = find_group_method(method), find_alternatives(method)
+    merge_group, find_others = find_layer_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
     first = apply_maps(before, moments, maps)
     if find_others is None:

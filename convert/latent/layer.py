@@ -23,7 +23,7 @@ WIDER = "give --dtype bfloat16"
 
 
 @dataclass(frozen=True)
-class LatentLayer:
+class LatentConversion:
     """A request to convert one layer's attention, with the names of its tensors."""
 
     recipe: "LatentRecipe"

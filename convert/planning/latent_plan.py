@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.calibration_text.text import CalibrationText
 from convert.latent.frequencies import rope_parameters
-from convert.latent.layer import LatentLayer
+from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.merging.weights import Real
@@ -33,7 +33,7 @@ class LatentPlan(Plan):
     """One conversion to latent attention."""
 
     recipe: LatentRecipe
-    conversions: tuple[LatentLayer, ...]
+    conversions: tuple[LatentConversion, ...]
     sizes: LatentSizes
 
     @property
@@ -46,8 +46,9 @@ class LatentPlan(Plan):
 
     @property
     def kv_cache_bytes(self) -> tuple[int, int]:
-        n_layers = self.geometry.n_layers
-        return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached
+        geometry = self.geometry
+        before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
+        return before, self.sizes.kv_cache_bytes_per_token(geometry.n_layers)
 
     @property
     def tags(self) -> list[str]:
@@ -134,7 +135,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         )
     scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
     layers = tuple(
-        LatentLayer(
+        LatentConversion(
             recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
         )
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
@@ -174,7 +175,7 @@ def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
         )
 
 
-def _computed(checkpoint: Checkpoint, layers: Sequence[LatentLayer], scale: float) -> dict[str, OutputTensor]:
+def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale: float) -> dict[str, OutputTensor]:
     """Return the tensors of the output that differ from the source's, by name."""
     computed: dict[str, OutputTensor] = {}
     for layer in layers:
@@ -200,7 +201,7 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentLayer], scale: floa
 
 
 def _shards(
-    checkpoint: Checkpoint, layers: Sequence[LatentLayer], computed: dict[str, OutputTensor]
+    checkpoint: Checkpoint, layers: Sequence[LatentConversion], computed: dict[str, OutputTensor]
 ) -> tuple[Shard, ...]:  # fmt: skip
     """Return the source's shards with the output's tensors: each takes the place of the one that it replaces."""
     replaced: dict[str, tuple[str, ...]] = {}

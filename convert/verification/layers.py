@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
     from convert.layers.layer_module import Weights
 
-ROUNDING = 1e-3
+WEIGHTS_ONLY_TOL = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
 as a share of the tensor's root mean square."""
-TENSOR_TOL, ELEMENT_TOL = 1e-2, 0.25
+CALIBRATED_TENSOR_TOL, CALIBRATED_ELEMENT_TOL = 1e-2, 0.25
 """The same tolerances for a layer merged with a calibration text.
 
 On another kind of processor, or on a GPU, about one in 10^5 of the drawn keys differs. That changes the tensors of
@@ -68,7 +68,9 @@ def compare_layer_tensor(
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of bfloat16 or float16; sufficient for finer dtypes too
     beyond = np.maximum(np.abs(wide - wide_actual) - step * np.abs(wide), 0) / (np.sqrt(np.mean(wide**2)) or 1.0)
     error = float(np.sqrt(np.mean(beyond**2)))
-    tensor_tol, element_tol = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.text else (ROUNDING, ROUNDING)
+    tensor_tol, element_tol = WEIGHTS_ONLY_TOL, WEIGHTS_ONLY_TOL
+    if layer.recipe.text:
+        tensor_tol, element_tol = CALIBRATED_TENSOR_TOL, CALIBRATED_ELEMENT_TOL
     if error <= tensor_tol and beyond.max() <= element_tol:  # false for NaN
         findings.rounded[name] = error
         return []
