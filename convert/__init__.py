@@ -1,1 +1,1 @@
-"""Merge the K/V heads of a checkpoint, file to file: `convert mha-to-gqa SOURCE OUT --groups 8`."""
+"""Convert a checkpoint's attention, file to file: merge or repeat K/V heads, or replace them by a latent."""

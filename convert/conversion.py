@@ -9,11 +9,10 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from convert.calibration.run_calibration import calibrate
 from convert.calibration_text.read import pack
-from convert.output import config_json
 from convert.output.groupwise_json import build_record, earlier_conversion
 from convert.output.model_card import model_card
+from convert.output.side_files import copied_files
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.make_plan import make_plan
@@ -37,7 +36,7 @@ from model.common.files import check_name, copy_file, lies_in, sync_tree, tree_b
 from model.common.staging import AREAS, Staging, check_out, check_room
 
 POSITIONS = "positions of the rotated key"
-"""The journal's name for the chosen frequencies."""
+"""The journal's name for the chosen positions."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -98,11 +97,9 @@ def _holds_other_work(folder: Path) -> bool:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Return the files that make a folder more than one model: weights in subfolders, and files of no model.
+    """Return weights in subfolders and, without a groupwise.json, files that belong to no model.
 
-    The latter only if the folder has no groupwise.json.
-
-    A conversion copies whatever lies beside the weights of its source, so its own output may hold any other file.
+    A conversion copies whatever lies beside the source's weights, so its own output may hold any file.
     """
     is_output = (folder / CONVERSION_RECORD).is_file()
     patterns = (*WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", ".gitattributes", "*.jinja")
@@ -137,7 +134,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
-        notes = calibrate(checkpoint, plan.conversions, plan.recipe, staging.scratch, quiet)
+        notes = plan.calibrate(checkpoint, staging.scratch, quiet)
         plan = replace(plan, notes=(*plan.notes, *notes))
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
@@ -196,7 +193,7 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         total = len(plan.conversions) * text.n_tokens
         with console.progress_bar("Choosing frequencies", total, quiet, unit="tokens x layers") as progress:
-            positions = choose_positions(checkpoint, plan.layers, text, folder, progress)
+            positions = choose_positions(checkpoint, plan.conversions, text, folder, progress)
         shutil.rmtree(folder)
         staging.record(POSITIONS, positions)
     recipe = replace(plan.recipe, positions=tuple(staging.finished[POSITIONS]))
@@ -205,7 +202,7 @@ def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet:
 
 def _check_side_files(checkpoint: Checkpoint, plan: Plan) -> None:
     """Raise CheckpointError for files of the source that cannot be copied, or lie where another file is written."""
-    copied = config_json.copied_files(checkpoint, plan)
+    copied = copied_files(checkpoint, plan)
     model_card(checkpoint, plan, origin_of(checkpoint.path))
     written = {*copied, *OWN_FILES, INDEX, MODEL_CARD, *(shard.name for shard in plan.shards)}
     for name in copied:
@@ -223,8 +220,8 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     record = build_record(checkpoint, plan, staging)
     index, text = index_text(plan.shards, plan.tensors), plan.recipe.text
     files: dict[str, Path | bytes] = {
-        **config_json.copied_files(checkpoint, plan),
-        "config.json": config_json.config_text(checkpoint, plan),
+        **copied_files(checkpoint, plan),
+        "config.json": plan.config_json,
         **({} if index is None else {INDEX: index}),
         **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),
         CONVERSION_RECORD: json_text(record),

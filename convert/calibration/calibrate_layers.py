@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from convert.calibration.latent_weights import latent_weights
+from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_output import (
     AnyAttention,
     AnyWeights,
@@ -26,11 +26,11 @@ from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
-from convert.latent.layer import FittedLatent
+from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
 from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
 from convert.merging.layer_file import FINISHED, save_layer
-from convert.merging.methods import find_alternatives, find_group_method
+from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
@@ -45,7 +45,7 @@ MAX_COMPARISON_TOKENS = 4096
 
 
 def calibrate_layers(
-    checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
 ) -> None:  # fmt: skip
     """Write every merged layer into `folder`. See `write_layers`."""
     write_layers(checkpoint, merges, text, folder, advance, partial(merge_layer, checkpoint, merges, advance))
@@ -79,7 +79,7 @@ def validation_errors(
     recipe: Recipe,
     folder: Path,
     indices: Collection[int],
-    versions: Callable[[int], Sequence[LayerAttention | FittedLatent]],
+    versions: Callable[[int], Sequence[Weights | LatentWeights]],
 ) -> dict[int, list[float]]:
     """Return the validation errors of versions of some layers on a recipe's text, by layer index.
 
@@ -95,19 +95,15 @@ def validation_errors(
             layer.run(lambda heads: None)
             if layer.index in indices:
                 windows = list(range(text.n_windows))
-                errors[layer.index] = [_error(layer, attention, windows) for attention in versions(layer.index)]
+                errors[layer.index] = [squared_error(layer, weights, windows) for weights in versions(layer.index)]
             if layer.index == last:
                 break
     return errors
 
 
-def _error(layer: Layer, attention: LayerAttention | FittedLatent, windows: list[int]) -> float:
-    if isinstance(attention, FittedLatent):
-        return squared_error(layer, latent_weights(attention.latent, attention.frequencies_F), windows)
-    return squared_error(layer, weights_of(attention), windows)
-
-
-def merge_layer(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+def merge_layer(
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer
+) -> ConvertedLayer:  # fmt: skip
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     after = refit_and_refine(layer, merge.recipe, after, weights_of, with_weights, advance)
@@ -155,7 +151,7 @@ def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAtte
 
 def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
-    merge_group, find_others = find_group_method(method), find_alternatives(method)
+    merge_group, find_others = find_layer_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
     first = apply_maps(before, moments, maps)
     if find_others is None:

@@ -3,7 +3,7 @@
 FOLDER/model.layers.11….latent.npz     layer 11, converted
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from convert.calibration.calibrate_layers import comparison_windows, refit_and_refine, write_layers
@@ -14,7 +14,7 @@ from convert.calibration.layer_output import squared_error
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
-from convert.latent.layer import LatentLayer
+from convert.latent.layer import LatentConversion
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import Layer
 from convert.merging.layer import ConvertedLayer
@@ -26,7 +26,8 @@ KEY_WEIGHTS = (0.1, 1.0, 10.0)
 
 
 def calibrate_latent(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, conversions: Sequence[LatentConversion], text: CalibrationText, folder: Path,
+    advance: Advance,
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
@@ -37,7 +38,7 @@ def calibrate_latent(
     write_layers(checkpoint, conversions, text, folder, advance, convert)
 
 
-def _convert(checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, advance: Advance) -> LatentMatrices:
+def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, advance: Advance) -> LatentMatrices:
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target

@@ -1,7 +1,4 @@
-"""Read the source of a conversion to latent attention, and refuse sources that do not fit the class.
-
-The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's decoder, but for attention.
-"""
+"""Read the source of a conversion to latent attention, and refuse sources that do not fit the class."""
 
 from dataclasses import dataclass
 

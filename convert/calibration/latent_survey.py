@@ -18,7 +18,7 @@ from convert.calibration.layer_output import original_output, squared_error
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_positions
-from convert.latent.layer import LatentLayer
+from convert.latent.layer import LatentConversion
 from convert.layers.layer_stream import Layer, iter_layers
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
@@ -38,9 +38,10 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 
 @torch.no_grad()
 def choose_positions(
-    checkpoint: Checkpoint, conversions: list[LatentLayer], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, conversions: Sequence[LatentConversion], text: CalibrationText, folder: Path,
+    advance: Advance,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the channels of the rotated key. `advance` counts tokens, layer by layer."""
+    """Return the positions of the rotated key's channels. `advance` counts tokens, layer by layer."""
     recipe = conversions[0].recipe
     n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
     candidates = [stock_positions(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
@@ -60,7 +61,7 @@ def choose_positions(
     return candidates[int(errors_N.argmin())]
 
 
-def _benefits(checkpoint: Checkpoint, conversion: LatentLayer, sums: InputSums) -> Real:
+def _benefits(checkpoint: Checkpoint, conversion: LatentConversion, sums: InputSums) -> Real:
     """Return what each principal component of each RoPE pair would add to the logits if it was rotated, [P, K].
 
     That is its power, as a share of that of all, times the share that an unrotated key could not express: one minus the
@@ -83,7 +84,7 @@ def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
 
 
 def _errors(
-    checkpoint: Checkpoint, conversion: LatentLayer, layer: Layer, sums: InputSums,
+    checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, sums: InputSums,
     candidates: Sequence[tuple[float, ...]],
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""

@@ -59,19 +59,19 @@ def original_output(layer: Layer, windows: list[int]) -> Tensor:
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
-def outputs(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def outputs(layer: Layer, weights: Weights | LatentWeights, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):
         yield from zip(heads_out(layer, weights, layer.inputs(batch)), original_output(layer, batch), strict=True)
 
 
-def heads_out(layer: Layer, weights: AnyWeights, x_BTM: Tensor) -> Tensor:
+def heads_out(layer: Layer, weights: Weights | LatentWeights, x_BTM: Tensor) -> Tensor:
     """Return the heads' outputs before the output projection, [B, T, H·D], with other weights than the layer's own."""
     return weights.heads_out(x_BTM) if isinstance(weights, LatentWeights) else layer.module.heads_out(weights, x_BTM)
 
 
-def squared_error(layer: Layer, weights: AnyWeights, windows: Iterable[int]) -> float:
+def squared_error(layer: Layer, weights: Weights | LatentWeights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
     total, weights = 0.0, weights.to(layer.module.device)
     for batch in layer.text.batches(list(windows)):

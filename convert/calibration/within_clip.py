@@ -3,6 +3,7 @@
 A layer is merged as if its own heads were not clipped, and then scaled so that the clip cuts none of them, or few.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,22 +16,34 @@ from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer
-from convert.merging.clipping import scale_into_clip
+from convert.merging.clipping import find_clip, scale_into_clip
 from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
+from convert.merging.layer_file import load_layer
 from convert.merging.rounding import widen
 from model.checkpoint import Checkpoint
+from model.common import checks
 from model.common.console import Advance
+from model.families import find_family
 
 
 def calibrate_layers_within_clip(
-    checkpoint: Checkpoint, merges: list[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
-) -> None:  # fmt: skip
-    """Write every merged layer into `folder`, as `calibrate_layers` does."""
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
+) -> tuple[str, ...]:
+    """Write every merged layer into `folder`, as `calibrate_layers` does.
+
+    Returns a note if the clip cuts merged heads on the text.
+    """
     convert = partial(_merge, checkpoint, merges, advance)
     calibrate_layers.write_layers(checkpoint, merges, text, folder, advance, convert)
+    counts = [load_layer(merge, folder).cut for merge in merges]
+    n_cut, n_values = (sum(column) for column in zip(*counts, strict=True))
+    if n_cut == 0:
+        return ()
+    clip = checks.short_repr(find_clip(find_family(checkpoint.config).config))
+    return (f"clip_qkv = {clip} cuts {n_cut:,} of {n_values:,} values of the merged layers on the calibration text.",)
 
 
-def _merge(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     if layer.module.clip is None:  # a class that does not read the setting
         return calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
     source = _heads(layer, None)

@@ -67,16 +67,16 @@ def _convert(
             conversion.check_disk_space(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         about = {"source": str(source), "out": str(out)}
-        left_out = {"left_out": checkpoint.skipped_files, **estimate}
+        extras = {"left_out": checkpoint.skipped_files, **estimate}
         if output.dry_run:
-            summary = about | plan.summary(output.workers) | left_out
+            summary = about | plan.summary(output.workers) | extras
             (console.print_json if output.as_json else tables.print_plan)(summary)
             return
         announced = plan.notes if plan.recipe.text is not None and not output.as_json else ()
         for note in announced:  # calibrating may take hours
             console.echo(f"Note: {note}", err=True)
         plan, record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
-    summary = about | plan.summary(output.workers) | left_out
+    summary = about | plan.summary(output.workers) | extras
     if output.as_json:
         console.print_json({**summary, "merge_report": record["merge_report"]})
         return
@@ -147,14 +147,14 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     from convert.estimates.latent import latent_seconds
 
     if isinstance(plan, LatentPlan):
-        seconds, faster = round(latent_seconds(checkpoint, plan)), "--refine 0 takes less"
+        seconds = round(latent_seconds(checkpoint, plan))
     else:
         assert isinstance(plan, MergePlan)
-        seconds, faster = round(calibration_seconds(checkpoint, plan)), "--method mean takes little longer than copying"
+        seconds = round(calibration_seconds(checkpoint, plan))
     if not quiet and seconds > SLOW_SECONDS:
-        duration = console.duration(seconds)
         console.echo(
-            f"Calibrating takes about {duration} on {plan.recipe.device}; {faster}, but starts with a higher loss.",
+            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {plan.faster}, but starts "
+            "with a higher loss.",
             err=True,
         )
     return {"device": plan.recipe.device, "calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

@@ -56,12 +56,12 @@ class _Measured:
 
 def calibration_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     """Return an estimate in seconds, correct within a factor of two. Measuring takes about a second."""
-    if plan.recipe.text is None or not plan.layers:
+    if plan.recipe.text is None or not plan.conversions:
         return 0.0
     with torch.inference_mode(), fast_float32_matmul(plan.recipe.device):
         measured = _measure(checkpoint, plan)
         writing = writing_seconds(plan, measured.run)
-    return len(plan.layers) * _layer_seconds(plan, measured) + writing
+    return len(plan.conversions) * _layer_seconds(plan, measured) + writing
 
 
 def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
@@ -146,7 +146,7 @@ def solving_speed() -> float:
 def _random_weights(plan: MergePlan) -> Weights:
     """Return weights of a merged layer's shapes."""
     geometry, generator = plan.geometry, torch.Generator().manual_seed(0)
-    n_inputs = geometry.hidden_size + bool(plan.layers[0].biases)
+    n_inputs = geometry.hidden_size + bool(plan.conversions[0].biases)
     rows = [n * geometry.head_dim for n in (geometry.n_heads, plan.n_kv_heads, plan.n_kv_heads)]
     shapes = [*((n_rows, n_inputs) for n_rows in rows), (geometry.hidden_size, rows[0])]
     return Weights(*(torch.randn(shape, generator=generator) for shape in shapes))

@@ -15,7 +15,7 @@ from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
-from convert.latent.frequencies import evenly, spacings
+from convert.latent.frequencies import even_positions, spacings
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.planning.latent_plan import LatentPlan
@@ -64,7 +64,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     """Run the first layer, and a latent attention of zeros, on random states."""
-    text, conversion = plan.recipe.text, plan.layers[0]
+    text, conversion = plan.recipe.text, plan.conversions[0]
     assert text is not None
     sizes, layers = conversion.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
     started = time.perf_counter()
@@ -92,7 +92,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    target = conversion.target_at(evenly(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
+    target = conversion.target_at(even_positions(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
     weights, x_BTM = latent_weights(latent, target.frequencies_F).to(module.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window
     return _Measured(

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 
 from convert.inspection.heads import HeadReport, LayerHeads
-from convert.inspection.summary import attention_kind
+from convert.inspection.summary import group_label
 from convert.merging.weights import Real
 from model.common.plot_style import INK, PLOT_STYLE
 
@@ -48,7 +48,7 @@ def _draw_losses(figure: SubFigure, report: HeadReport) -> None:
         shares_LG = np.array([[getattr(layer.lost["pca"][n], kind) for n in report.groups] for layer in report.layers])
         image = _heat_map(axes, shares_LG, LOST, percent=True)
         axes.set(title=title, xlabel="groups (K/V heads in each layer)", aspect="auto")
-        axes.set_xticks(range(len(report.groups)), [f"{n}\n{attention_kind(0, n)}" for n in report.groups])
+        axes.set_xticks(range(len(report.groups)), [f"{n}\n{group_label(n)}" for n in report.groups])
     every = -(-len(report.layers) // 40)
     grid[0].set_yticks(range(0, len(report.layers), every), [layer.layer for layer in report.layers[::every]])
     grid[0].set_ylabel("layer")

@@ -3,7 +3,7 @@
 H query heads, K key/value heads, D head_dim, F = K·D.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class HeadReport:
         }
 
 
-def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
+def head_layers(checkpoint: Checkpoint) -> tuple[LayerMerge, ...]:
     """Return the layers to report on.
 
     Raises CheckpointError if the family's heads cannot be aligned, or each layer has one K/V head.
@@ -116,12 +116,12 @@ def head_layers(checkpoint: Checkpoint) -> list[LayerMerge]:
             f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
     try:
-        return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).layers
+        return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).conversions
     except UnsupportedMethodError as error:
         raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
 
 
-def report_heads(checkpoint: Checkpoint, merges: list[LayerMerge], advance: Advance) -> HeadReport:
+def report_heads(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance) -> HeadReport:
     """Report on each layer. `advance` counts layers. Raises CheckpointError if a weight is NaN or infinite."""
     n_kv_heads, *fewer = reversed(read_geometry(checkpoint).legal_n_kv_heads)
     layers = []

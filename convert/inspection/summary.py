@@ -62,14 +62,19 @@ def _can_be_latent(checkpoint: Checkpoint) -> bool:
 
 def attention_kind(n_heads: int, n_kv_heads: int) -> str:
     """Return MHA, MQA or GQA-G."""
-    return "MQA" if n_kv_heads == 1 else "MHA" if n_kv_heads == n_heads else f"GQA-{n_kv_heads}"
+    return "MHA" if n_kv_heads == n_heads > 1 else group_label(n_kv_heads)
+
+
+def group_label(n_kv_heads: int) -> str:
+    """Return MQA or GQA-G, for a model with more query heads."""
+    return "MQA" if n_kv_heads == 1 else f"GQA-{n_kv_heads}"
 
 
 def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:
     return {
         "latent": sizes.latent,
         "rope": sizes.rope_dims,
-        "kv_cache_bytes_per_token": 2 * geometry.n_layers * sizes.cached,
+        "kv_cache_bytes_per_token": sizes.kv_cache_bytes_per_token(geometry.n_layers),
         "as_groups": sizes.cached / (2 * geometry.head_dim),
         "vllm_kernel": sizes.has_fast_kernel,
     }

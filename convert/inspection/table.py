@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
-from convert.inspection.summary import attention_kind
+from convert.inspection.summary import group_label
 from model.common.console import console
 
 _MOST_SHOWN = 4
@@ -23,7 +23,7 @@ def print_heads(report: HeadReport) -> None:
     for heading in ("layer", "K cos\nraw", "K cos\naligned", "V cos\nraw", "V cos\naligned"):
         table.add_column(heading, justify="right", no_wrap=True)
     for groups in shown:
-        table.add_column(f"{attention_kind(0, groups)} %\nK, V lost", justify="right", no_wrap=True)
+        table.add_column(f"{group_label(groups)} %\nK, V lost", justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(str(layer.layer), *_cosines([layer]), *_losses([layer], "pca", shown))
     table.add_section()

@@ -62,7 +62,7 @@ class LatentTarget:
     sizes: LatentSizes
     source_rope: SourceRope
     positions: tuple[float, ...]
-    """The channels of the rotated key (`convert.latent.frequencies`)."""
+    """The positions of the rotated key's channels (`convert.latent.frequencies`)."""
 
     @property
     def frequencies_F(self) -> Real:

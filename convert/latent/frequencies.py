@@ -44,7 +44,7 @@ class Fold:
 
 
 def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
-    """Return channels 0, c, 2c, …: frequencies that stock classes compute from another base θ' alone."""
+    """Return the positions 0, c, 2c, …: frequencies that stock classes compute from another base θ' alone."""
     return tuple(spacing * channel for channel in range(n_channels))
 
 
@@ -56,8 +56,8 @@ def spacings(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
     return tuple(share * n_rotary_pairs / n_channels for share in _SHARES)
 
 
-def evenly(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
-    """Return channels at pairs alone, spread evenly: with twice as many channels as pairs, each pair twice."""
+def even_positions(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
+    """Return positions of pairs only, spread evenly: with twice as many channels as pairs, each pair twice."""
     return tuple(float(channel * n_rotary_pairs // n_channels) for channel in range(n_channels))
 
 
@@ -91,7 +91,7 @@ def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
 
 
 def frequencies_at(source_rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the frequencies of channels, interpolated between pairs on a logarithmic scale."""
+    """Return the frequencies at positions, interpolated between pairs on a logarithmic scale."""
     if source_rope.is_plain:
         return np.asarray(source_rope.theta ** (-np.asarray(positions) / source_rope.n_rotary_pairs))
     pairs = np.arange(source_rope.n_rotary_pairs)

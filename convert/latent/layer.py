@@ -23,15 +23,7 @@ WIDER = "give --dtype bfloat16"
 
 
 @dataclass(frozen=True)
-class FittedLatent:
-    """Latent attention, and the frequencies of its rotated pairs of dimensions."""
-
-    latent: LatentMatrices
-    frequencies_F: Real
-
-
-@dataclass(frozen=True)
-class LatentLayer:
+class LatentConversion:
     """A request to convert one layer's attention, with the names of its tensors."""
 
     recipe: "LatentRecipe"
@@ -51,7 +43,7 @@ class LatentLayer:
         return self.target_at(self.recipe.positions)
 
     def target_at(self, positions: tuple[float, ...]) -> LatentTarget:
-        """Return the target with other channels of the rotated key."""
+        """Return the target with other positions."""
         return LatentTarget(self.sizes, self.source_rope, positions)
 
     @property
@@ -118,7 +110,6 @@ class LatentLayer:
         exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
         return ConvertedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
 
-    def fitted(self, tensors: dict[str, Real]) -> FittedLatent:
+    def latent_of(self, tensors: dict[str, Real]) -> LatentMatrices:
         """Return the latent attention in the output's tensors, given in float64."""
-        latent = from_stock_tensors(tensors, self.sizes, self.names, self.scale)
-        return FittedLatent(latent, self.target.frequencies_F)
+        return from_stock_tensors(tensors, self.sizes, self.names, self.scale)

@@ -14,7 +14,7 @@ from convert.latent import (
     LatentMethod,
     LatentNormKind,
 )
-from convert.latent.frequencies import SourceRope, evenly, stock_positions
+from convert.latent.frequencies import SourceRope, even_positions, stock_positions
 from convert.latent.sizes import LatentSizes
 from convert.merging.recipe import Recipe
 from model.common.checks import is_finite
@@ -36,13 +36,17 @@ class LatentRecipe(Recipe):
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     positions: tuple[float, ...] | None = None
-    """The channels of the rotated key (`convert.latent.frequencies`); None until the calibration has chosen them."""
+    """The positions of the rotated key's channels (`convert.latent.frequencies`); None before they are chosen."""
     dtype: LatentDtype | None = None
     """The dtype of all weights; None for the source's own."""
 
     @property
     def by_layer(self) -> bool:
         return True
+
+    @property
+    def method_name(self) -> str:
+        return self.latent_method
 
     @property
     def tensor_dtype(self) -> str | None:
@@ -73,9 +77,9 @@ def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
 
 
 def default_positions(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
-    """Return channels spread evenly over all pairs, whatever the model."""
+    """Return positions spread evenly over all pairs, whatever the model."""
     if frequencies == "longrope":
-        return evenly(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
+        return even_positions(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
     return stock_positions(source_rope.n_rotary_pairs / (sizes.rope_dims // 2), sizes.rope_dims // 2)
 
 

@@ -66,6 +66,10 @@ class LatentSizes:
         """The same of the source."""
         return 2 * self.n_kv_heads * self.head_dim
 
+    def kv_cache_bytes_per_token(self, n_layers: int) -> int:
+        """Return the bytes of one token in the KV cache of all layers, at 16 bits a number."""
+        return 2 * n_layers * self.cached
+
 
 def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     """Return common sizes, the largest cache first: the default, vLLM's kernels', and those of 4, 2 and 1 K/V heads.

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.merging.methods import find_method
+from convert.merging.methods import find_head_method
 from convert.merging.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Array, Checkpoint, TensorInfo
@@ -24,19 +24,19 @@ class HeadMerge:
     tensor: str
     """The output's tensor."""
     source: Heads
-    output: Heads
+    target: Heads
     heads: tuple[int, ...]
     """Indices of the output's heads in the tensor."""
 
     @property
     def merged(self) -> Heads:
         """The output's heads in the tensor."""
-        return replace(self.output, tensors=(self.tensor,))
+        return replace(self.target, tensors=(self.tensor,))
 
     @property
     def kv_heads_per_group(self) -> int:
         """Number of heads merged into one."""
-        return self.source.n // self.output.n
+        return self.source.n // self.target.n
 
     def tensors_and_rows(self, head: int) -> list[tuple[str, int]]:
         """Return the source heads of one output head, each as tensor and first row."""
@@ -69,7 +69,7 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
     The rows have the tensor's dtype. One group of the source is in memory at a time. Raises CheckpointError if a head
     holds NaN or infinity.
     """
-    merge_heads, rng = find_method(recipe.method), tensor_rng(recipe.seed, merge.merged.label)
+    merge_heads, rng = find_head_method(recipe.method), tensor_rng(recipe.seed, merge.merged.label)
     for head in merge.heads:
         sources = merge.tensors_and_rows(head)
         rows = _read_group(checkpoint, sources, merge.source.rows_per_head)
@@ -77,8 +77,8 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
         name = " to ".join(dict.fromkeys((sources[0][0], sources[-1][0])))
         merged_DM = merge_heads(heads_HDM, rng)
         report = report_on_group(heads_HDM, merged_DM, name)
-        _, row = merge.output.tensor_and_row(head)
-        yield row, merged_DM.reshape(merge.output.rows_per_head, *rows.shape[1:]), report
+        _, row = merge.target.tensor_and_row(head)
+        yield row, merged_DM.reshape(merge.target.rows_per_head, *rows.shape[1:]), report
 
 
 def _read_group(checkpoint: Checkpoint, sources: list[tuple[str, int]], n_rows: int) -> Array:

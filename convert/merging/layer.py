@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.merging.heads import GroupReport, report_on_group
-from convert.merging.methods import find_group_method
+from convert.merging.methods import find_layer_method
 from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
 from convert.merging.norms import normalise, with_norms
 from convert.merging.recipe import Recipe
@@ -63,7 +63,7 @@ class LayerMerge:
     """The query, key and value heads in the source's weights, and again in its biases if it has any."""
     target: tuple[Heads, ...]
     """The same in the output."""
-    output: str
+    output_weight: str
     """The weight of the output projection. Its bias never changes."""
     norms: HeadNorms | None = None
     """The RMS norms of queries and keys, if there are any."""
@@ -71,7 +71,7 @@ class LayerMerge:
     @property
     def weights(self) -> tuple[str, ...]:
         """The tensors of the weights, each once: three projections, or a fused one, and the output projection."""
-        return (*dict.fromkeys(heads.tensors[0] for heads in self.source[:3]), self.output)
+        return (*dict.fromkeys(heads.tensors[0] for heads in self.source[:3]), self.output_weight)
 
     @property
     def biases(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class LayerMerge:
         """The weights of the norms of queries and of keys; none if the norms have no weights."""
         if self.norms is None or self.norms.layout == "none":
             return ()
-        module = self.output.removesuffix(".weight").rpartition(".")[0]
+        module = self.output_weight.removesuffix(".weight").rpartition(".")[0]
         return f"{module}.{self.norms.query}.weight", f"{module}.{self.norms.key}.weight"
 
     @property
@@ -144,7 +144,7 @@ class ConvertedLayer:
 
 def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
-    merge_group = find_group_method(method)
+    merge_group = find_layer_method(method)
     return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
 
 
@@ -194,7 +194,7 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
     q_HDX, k_KDX, v_KDX = (weight.reshape(-1, sizes.head_dim, weight.shape[1]) for weight in rows)
     if order is not None:
         q_HDX, k_KDX = q_HDX[:, order], k_KDX[:, order]
-    o_HMD = split_heads(tensors[merge.output], sizes.n_heads)
+    o_HMD = split_heads(tensors[merge.output_weight], sizes.n_heads)
     norms = _norms(tensors, merge, q_HDX, k_KDX)
     if norms is not None:
         assert merge.norms is not None
@@ -243,7 +243,7 @@ def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
         _put_rows(tensors, merge.target, i, rows[:, :hidden_size])
         if merge.biases:
             _put_rows(tensors, merge.target, 3 + i, rows[:, hidden_size])
-    tensors[merge.output] = join_heads(attention.o_HMD)
+    tensors[merge.output_weight] = join_heads(attention.o_HMD)
     return tensors
 
 

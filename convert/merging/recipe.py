@@ -30,6 +30,11 @@ class Recipe:
         return self.method in LAYER_METHODS
 
     @property
+    def method_name(self) -> str:
+        """The method in the words of the command's option."""
+        return self.method
+
+    @property
     def record(self) -> dict[str, Any]:
         """The recipe's entries in `groupwise.json`: everything that the output depends on, rounding aside."""
         record: dict[str, Any] = {"method": self.method, "seed": self.seed}

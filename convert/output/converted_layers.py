@@ -1,4 +1,4 @@
-"""Keep converted layers in files until their tensors are written, and share them among workers."""
+"""Share converted layers among workers: compute each once, or read it from the file that the calibration wrote."""
 
 import threading
 from collections import OrderedDict

@@ -39,7 +39,7 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         "groups": plan.n_kv_heads,
         "geometry": planned["geometry"],
         "versions": {name: version(name) for name in _packages(plan)},
-        "merge_report": _summary(plan, staging),
+        "merge_report": _merge_report(plan, staging),
         "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
 
@@ -68,7 +68,7 @@ def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _summary(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
+def _merge_report(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
     """Return the merge reports of each merged tensor in the order of layers, as means over its groups."""
     reports = journalled(plan, staging, "reports")
     return [

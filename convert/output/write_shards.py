@@ -200,7 +200,7 @@ class _ShardJob:
                 yield partial(self._copy, first, start, piece)
         for name in self._shard.tensors:
             if name not in self._plan.computed and self._checkpoint.span(name) is None:
-                yield partial(self._write, name)
+                yield partial(self._rewrite, name)
 
     def _spans(self) -> Iterator[tuple[str, Span]]:
         """Yield the runs of tensors that are adjacent in source and output, by the name of the first tensor."""
@@ -220,7 +220,7 @@ class _ShardJob:
         self._output().copy(name, start, piece)
         return piece.length
 
-    def _write(self, name: str) -> int:
+    def _rewrite(self, name: str) -> int:
         """Write a tensor that the source stores in another form, a few rows at a time."""
         tensor = self._checkpoint.tensors[name]
         for start, stop in tensor.row_blocks(ROWS_PIECE):

@@ -1,26 +1,31 @@
 """Plan a conversion to latent attention completely, before anything is written."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from convert.calibration_text.text import CalibrationText
 from convert.latent.frequencies import rope_parameters
-from convert.latent.layer import LatentLayer
+from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
-from convert.latent.stock_tensors import rounded_weight
+from convert.merging.weights import Real
+from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
-from model.checkpoint.latent_norm import EPSILON, KEY
-from model.checkpoint.llama_config import rope_entries
+from model.checkpoint.latent_norm import EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
+from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.file_names import CONVERSION_RECORD
-from model.geometry import Geometry
+
+if TYPE_CHECKING:
+    from convert.calibration.latent_weights import LatentWeights
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,12 @@ class LatentPlan(Plan):
     """One conversion to latent attention."""
 
     recipe: LatentRecipe
+    conversions: tuple[LatentConversion, ...]
     sizes: LatentSizes
-    config: dict[str, Any]
-    """The output's `config.json`."""
 
     @property
     def model_type(self) -> str:
-        return str(self.config["model_type"])
+        return MODEL_TYPE
 
     @property
     def is_exact(self) -> bool:
@@ -42,13 +46,69 @@ class LatentPlan(Plan):
 
     @property
     def kv_cache_bytes(self) -> tuple[int, int]:
-        n_layers = self.geometry.n_layers
-        return 2 * n_layers * self.sizes.source_cached, 2 * n_layers * self.sizes.cached
+        geometry = self.geometry
+        before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
+        return before, self.sizes.kv_cache_bytes_per_token(geometry.n_layers)
 
     @property
-    def layers(self) -> list[LatentLayer]:
-        """The layers, in order."""
-        return [conversion for conversion in self.conversions if isinstance(conversion, LatentLayer)]
+    def tags(self) -> list[str]:
+        return ["mla"]
+
+    @property
+    def card_facts(self) -> list[tuple[str, str]]:
+        sizes = self.sizes
+        return [
+            ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
+            ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
+            ("Norm of the latent", f"undone by `{sizes.norm}`"),
+        ]
+
+    @property
+    def what_was_done(self) -> str:
+        quality = (
+            "The model computes what the base model does."
+            if self.is_exact
+            else "This costs quality, which *uptraining* restores: measure before you use it as it is."
+        )
+        dtypes = "" if self.sizes.norm == "bias" else "Open it in bfloat16 or float32: in float16 it computes NaN. "
+        scaled = any(output.scaled and output.scaled.factor != 1 for output in self.computed.values())
+        residual = (
+            "The embedding and the output projections of attention and MLP are scaled, so that\n"
+            f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "
+            if scaled
+            else ""
+        )
+        return (
+            "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
+            f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
+            f"model's, {self.how_copied}. {quality} {dtypes}Do not quantise the latent's\n"
+            "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
+        )
+
+    @property
+    def how_copied(self) -> str:
+        return "rounded to bfloat16" if self.recipe.dtype == "bfloat16" else super().how_copied
+
+    @property
+    def faster(self) -> str:
+        return "--refine 0 takes less"
+
+    def added_files(self, checkpoint: Checkpoint) -> dict[str, Path | bytes]:
+        return {**super().added_files(checkpoint), **tokenizer_config(checkpoint)}
+
+    def _calibrate(
+        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
+    ) -> tuple[str, ...]:
+        from convert.calibration.latent_fit import calibrate_latent  # imported here, because it needs torch
+
+        calibrate_latent(checkpoint, self.conversions, text, folder, advance)
+        return ()
+
+    def weights(self, index: int, tensors: dict[str, Real]) -> "LatentWeights":
+        from convert.calibration.latent_weights import latent_weights  # imported here, because it needs torch
+
+        conversion = self.conversions[index]
+        return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_F)
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
@@ -74,12 +134,12 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
-    layers = [
-        LatentLayer(
+    layers = tuple(
+        LatentConversion(
             recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
         )
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
-    ]  # fmt: skip
+    )  # fmt: skip
     computed = _computed(checkpoint, layers, scale)
     shards = _shards(checkpoint, layers, computed)
     names = [name for shard in shards for name in shard.tensors]
@@ -94,40 +154,15 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         tensors=tensors,
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         computed=computed,
+        conversions=layers,
+        config_json=latent_config(checkpoint, geometry, source.config, sizes, rope, layers[0].dtype(checkpoint)),
         code=None,
         notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
         largest_group=max(2 * layer.nbytes for layer in layers),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,
-        config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
-        | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
-        | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
-        | _token_settings(checkpoint.config)
-        | _dtype_settings(checkpoint, layers[0].dtype(checkpoint)),
     )
-
-
-def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
-
-    DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
-    """
-    defaults = {"bos_token_id": 1, "eos_token_id": 2}
-    keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
-    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
-        keys.append("tokenizer_class")
-    return defaults | {key: config[key] for key in keys if key in config}
-
-
-def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str]:
-    """Return the entries of `config.json` on the dtype: that of the layers, whatever the source's config says.
-
-    Programs load a model in that dtype, and in float16 the latent's norm would overflow.
-    """
-    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    dtype = names.get(tensors_dtype)
-    return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
 
 
 def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
@@ -140,7 +175,7 @@ def _check_dtype(checkpoint: Checkpoint, recipe: LatentRecipe) -> None:
         )
 
 
-def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -> dict[str, OutputTensor]:
+def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale: float) -> dict[str, OutputTensor]:
     """Return the tensors of the output that differ from the source's, by name."""
     computed: dict[str, OutputTensor] = {}
     for layer in layers:
@@ -166,7 +201,7 @@ def _computed(checkpoint: Checkpoint, layers: list[LatentLayer], scale: float) -
 
 
 def _shards(
-    checkpoint: Checkpoint, layers: list[LatentLayer], computed: dict[str, OutputTensor]
+    checkpoint: Checkpoint, layers: Sequence[LatentConversion], computed: dict[str, OutputTensor]
 ) -> tuple[Shard, ...]:  # fmt: skip
     """Return the source's shards with the output's tensors: each takes the place of the one that it replaces."""
     replaced: dict[str, tuple[str, ...]] = {}
@@ -185,54 +220,6 @@ def _shards(
 
     shards = (replace(shard, tensors=tuple(names(shard))) for shard in checkpoint.shards)
     return tuple(shard for shard in shards if shard.tensors)
-
-
-def _config(
-    geometry: Geometry, vocab_size: int, intermediate_size: int, context: int, sizes: LatentSizes
-) -> dict[str, Any]:
-    """Return `config.json` of transformers' DeepSeek-V3 with dense layers only, but for its rotary embedding."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": vocab_size,
-        "hidden_size": geometry.hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": geometry.n_layers,
-        "num_attention_heads": geometry.n_heads,
-        "num_key_value_heads": geometry.n_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": context,
-        "rms_norm_eps": EPSILON,
-        "tie_word_embeddings": False,
-        "attention_bias": sizes.norm == "bias",
-        "attention_dropout": 0.0,
-        "kv_lora_rank": sizes.latent,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": sizes.rope_dims,
-        "qk_nope_head_dim": sizes.nope,
-        "v_head_dim": sizes.head_dim,
-        "rope_interleave": True,
-        # All layers are dense. Engines read the numbers of experts nevertheless.
-        "first_k_dense_replace": geometry.n_layers,
-        "moe_layer_freq": 1,
-        "n_routed_experts": 1,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "moe_intermediate_size": intermediate_size,
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding in the spellings of transformers 4 and 5."""
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return rope_entries(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
 
 
 def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:

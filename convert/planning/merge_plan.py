@@ -4,19 +4,29 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from convert.merging.layer import LayerMerge
+from convert.calibration_text.text import CalibrationText
+from convert.merging.clipping import find_clip
+from convert.merging.layer import LayerMerge, attention_of
 from convert.merging.methods import REPEAT
 from convert.merging.recipe import Recipe
+from convert.merging.weights import Real
+from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.remote_code import find_code
-from convert.planning.tensors import OutputTensor, regroup
+from convert.planning.tensors import OutputTensor, layer_merges, layer_tensors, regroup
 from model.checkpoint import Checkpoint, Shard
+from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
+from model.families import find_family
 from model.geometry import Geometry, read_geometry
+
+if TYPE_CHECKING:
+    from convert.layers.layer_module import Weights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -25,6 +35,7 @@ _TRANSFORMERS_BYTES = 200_000_000
 class MergePlan(Plan):
     """One merge of K/V heads, or their repetition, or a copy if their number stays."""
 
+    conversions: tuple[LayerMerge, ...]
     native: bool
     """Whether the native decoder runs the source in calibration. Otherwise transformers' class does."""
 
@@ -42,9 +53,57 @@ class MergePlan(Plan):
         return cache(self.geometry.n_kv_heads), cache(self.n_kv_heads)
 
     @property
-    def layers(self) -> list[LayerMerge]:
-        """The layers whose heads are merged as a whole, in order."""
-        return [conversion for conversion in self.conversions if isinstance(conversion, LayerMerge)]
+    def tags(self) -> list[str]:
+        return ["gqa"] if self.n_kv_heads < self.geometry.n_heads else []
+
+    @property
+    def card_facts(self) -> list[tuple[str, str]]:
+        before = f"{self.geometry.n_kv_heads} → " if self.computed else ""
+        return [("K/V heads", f"{before}{self.n_kv_heads} (query heads: {self.geometry.n_heads})")]
+
+    @property
+    def what_was_done(self) -> str:
+        others = f"weights are the base model's, {self.how_copied}."
+        if not self.computed:
+            return f"No heads were merged: the {others}"
+        if self.recipe.method == REPEAT:
+            return (
+                "Each K/V head stands here several times, so that tensor parallelism can divide them; the model "
+                f"computes\nwhat the base model does. All other {others}"
+            )
+        if self.recipe.by_layer:
+            norms = any(merge.norm_tensors for merge in self.conversions)
+            changed = "queries, the norms of queries and keys," if norms else "queries"
+            return (
+                f"The K/V heads of each group were merged, and {changed} and output projections changed so that the "
+                f"group\ncan share them; all other {others} Merging costs quality, which\n*uptraining* restores: "
+                "measure before you use it as it is."
+            )
+        return (
+            "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all "
+            f"other\n{others} Merging costs much quality, which *uptraining* restores: do\nnot use this model before."
+        )
+
+    @property
+    def faster(self) -> str:
+        return "--method mean takes little longer than copying"
+
+    def _calibrate(
+        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
+    ) -> tuple[str, ...]:
+        from convert.calibration.calibrate_layers import calibrate_layers  # imported here, because they need torch
+        from convert.calibration.within_clip import calibrate_layers_within_clip
+
+        if find_clip(find_family(checkpoint.config).config):
+            return calibrate_layers_within_clip(checkpoint, self.conversions, text, folder, advance)
+        calibrate_layers(checkpoint, self.conversions, text, folder, advance)
+        return ()
+
+    def weights(self, index: int, tensors: dict[str, Real]) -> "Weights":
+        from convert.calibration.layer_output import weights_of  # imported here, because it needs torch
+
+        merge = self.conversions[index]
+        return weights_of(attention_of(tensors, merge, merge.target))
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
@@ -83,10 +142,17 @@ def make_merge_plan(
     check_n_kv_heads(geometry, n_kv_heads, recipe.method)
     _check_slices(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
-    computed = regroup(geometry, checkpoint.tensors, n_kv_heads, recipe) if changes else {}
+    merges: tuple[LayerMerge, ...] = ()
+    computed: dict[str, OutputTensor] = {}
+    if changes and recipe.by_layer:
+        merges = layer_merges(geometry, checkpoint.tensors, n_kv_heads, recipe)
+        computed = layer_tensors(merges, checkpoint.tensors)
+    elif changes:
+        computed = regroup(geometry, checkpoint.tensors, n_kv_heads)
     shards = _keep_shards(checkpoint, geometry, computed)
     names = (name for shard in shards for name in shard.tensors)
     tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
+    code = find_code(checkpoint, family) if computed else None
     return MergePlan(
         native=is_native(checkpoint.config),
         geometry=geometry,
@@ -96,7 +162,9 @@ def make_merge_plan(
         tensors=tensors,
         shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
         computed=computed,
-        code=find_code(checkpoint, family) if computed else None,
+        conversions=merges,
+        config_json=merged_config(checkpoint, geometry, n_kv_heads, bool(computed), code),
+        code=code,
         notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if computed else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,

@@ -6,16 +6,25 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from convert.calibration_text.text import CalibrationText
 from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
+from convert.merging.weights import Real
 from convert.planning.remote_code import Code
 from convert.planning.tensors import OutputTensor
 from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, header_bytes, name_shards
+from model.common import console
+from model.common.console import Advance
 from model.geometry import Geometry
+
+if TYPE_CHECKING:
+    from convert.calibration.latent_weights import LatentWeights
+    from convert.layers.layer_module import Weights
 
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
@@ -39,6 +48,10 @@ class Plan(ABC):
     computed: dict[str, OutputTensor]
     """The tensors that differ from the source's: merged, repeated, rescaled, or of latent attention. All others are
     copied."""
+    conversions: tuple[LayerConversion, ...]
+    """The layers that are computed as a whole, in order."""
+    config_json: bytes
+    """The output's `config.json`."""
     code: Code | None
     """Model code that the output needs beside the weights."""
     notes: tuple[str, ...]
@@ -65,6 +78,31 @@ class Plan(ABC):
     def kv_cache_bytes(self) -> tuple[int, int]:
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
 
+    @property
+    @abstractmethod
+    def tags(self) -> list[str]:
+        """Tags of the output's model card that name its attention."""
+
+    @property
+    @abstractmethod
+    def card_facts(self) -> list[tuple[str, str]]:
+        """Rows of the model card on the output's attention."""
+
+    @property
+    @abstractmethod
+    def what_was_done(self) -> str:
+        """Sentences of the model card on the weights, and on the quality."""
+
+    @property
+    @abstractmethod
+    def faster(self) -> str:
+        """The options that take less time than a calibration, as a clause of a message."""
+
+    @property
+    def how_copied(self) -> str:
+        """How the copied weights compare with the source's."""
+        return "value for value" if self.rewrites else "byte for byte"
+
     @cached_property
     def output_bytes(self) -> int:
         headers = (header_bytes([self.tensors[n] for n in s.tensors], s.metadata) for s in self.shards)
@@ -85,11 +123,6 @@ class Plan(ABC):
             return 0
         states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
         return states + sum(self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensors)
-
-    @property
-    def conversions(self) -> list[LayerConversion]:
-        """The layers that are computed as a whole, in order."""
-        return list(dict.fromkeys(output.layer for output in self.computed.values() if output.layer is not None))
 
     @property
     def reported(self) -> list[Heads]:
@@ -121,6 +154,35 @@ class Plan(ABC):
         """Estimate the bytes of the embedding."""
         return max(t.nbytes for name, t in self.tensors.items() if not self.in_layer(name))
 
+    def added_files(self, checkpoint: Checkpoint) -> dict[str, Path | bytes]:
+        """Return the files beside the weights that are not the source's, or replace the source's, by name.
+
+        Raises CheckpointError if a file of the source that they are made of is damaged.
+        """
+        return dict(self.code.files) if self.code is not None else {}
+
+    def calibrate(self, checkpoint: Checkpoint, folder: Path, quiet: bool) -> tuple[str, ...]:
+        """Write the converted layers into a folder, if the recipe has a calibration text.
+
+        Returns notes for the user on the result.
+        """
+        text = self.recipe.text
+        if text is None or not self.conversions:
+            return ()
+        total = len(self.conversions) * (text.n_tokens + self.recipe.refine)
+        with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
+            return self._calibrate(checkpoint, text, folder, progress)
+
+    @abstractmethod
+    def _calibrate(
+        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
+    ) -> tuple[str, ...]:
+        """Write the converted layers into a folder. Returns notes on the result."""
+
+    @abstractmethod
+    def weights(self, index: int, tensors: dict[str, Real]) -> "Weights | LatentWeights":
+        """Return the attention of one of `conversions`, to run it. `tensors`: the output's, in float64."""
+
     def summary(self, requested_workers: int) -> dict[str, Any]:
         """Return the plan's numbers, for `--dry-run` and `--json`."""
         before, after = self.kv_cache_bytes
@@ -145,6 +207,7 @@ class Plan(ABC):
 def plan_shards(
     checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, TensorInfo], max_shard_size: int | None
 ) -> tuple[Shard, ...]:  # fmt: skip
+    """Return the source's shards, or new ones of at most `max_shard_size` bytes."""
     if max_shard_size is None and checkpoint.keep_source_shards:
         return shards
     metadata = {key: value for shard in shards for key, value in shard.metadata.items()}

@@ -33,7 +33,7 @@ class LatentOptions(CalibrationOptions):
 def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentRecipe:
     """Return the recipe of a conversion to latent attention. Raises CheckpointError if the model or a size prevents it.
 
-    Without a calibration text, also where none is needed, the channels of the rotated key are chosen here.
+    Without a calibration text, also where none is needed, the rotated key's positions are chosen here.
     """
     from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 

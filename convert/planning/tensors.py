@@ -1,7 +1,7 @@
 """Map the tensors with K/V heads to the output's tensors: the rows to merge and the rows to copy."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convert.errors import UnsupportedMethodError
@@ -55,15 +55,12 @@ class OutputTensor:
 
 
 def regroup(
-    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
+    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int
 ) -> dict[str, OutputTensor]:  # fmt: skip
     """Return the output tensors that change with the number of heads, by name. `tensors`: the source's tensors.
 
-    With fewer heads than before, each group of neighbours is merged. With more, each head is repeated. Raises
-    UnsupportedMethodError if the method cannot merge this family's heads.
+    With fewer heads than before, each group of neighbours is merged. With more, each head is repeated.
     """
-    if recipe.by_layer:
-        return _regroup_layers(geometry, tensors, n_kv_heads, recipe)
     before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
     pairs: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
     for source, output in zip(before, after, strict=True):
@@ -116,14 +113,18 @@ def _prefixes(geometry: Geometry) -> list[str]:
     return [f"{stem}{module}." for stem in stems for module in geometry.attention.family.attention]
 
 
-def _regroup_layers(
+def layer_merges(
     geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
-) -> dict[str, OutputTensor]:  # fmt: skip
+) -> tuple[LayerMerge, ...]:  # fmt: skip
+    """Return the merges of whole layers, in order, by one of LAYER_METHODS. `tensors`: the source's tensors.
+
+    Raises UnsupportedMethodError if the method cannot merge this family's heads.
+    """
     check_layer_merge(geometry, tensors, recipe.method)
     assert geometry.n_rotary_pairs is not None
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
-    computed: dict[str, OutputTensor] = {}
+    merges = []
     per_layer = len(family.attention)
     for i, prefix in enumerate(_prefixes(geometry)):
         source, target = (
@@ -139,6 +140,14 @@ def _regroup_layers(
             recipe, geometry.n_rotary_pairs[i // per_layer], family.rotary_pairing, sizes, n_kv_heads, source, target,
             f"{prefix}{family.output}.weight", norms,
         )  # fmt: skip
+        merges.append(merge)
+    return tuple(merges)
+
+
+def layer_tensors(merges: Sequence[LayerMerge], tensors: Mapping[str, TensorInfo]) -> dict[str, OutputTensor]:
+    """Return the output tensors of merged layers, by name. `tensors`: the source's tensors."""
+    computed: dict[str, OutputTensor] = {}
+    for merge in merges:
         for name in merge.tensors:
             tensor = tensors[name]
             shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from convert.output import config_json
 from convert.output.groupwise_json import planned_record
 from convert.output.model_card import model_card
+from convert.output.side_files import copied_files
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ def compare_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
     """Compare everything in OUT but the tensors. Add to `findings`."""
-    _compare_config(source, out, plan, findings)
+    _compare_config(out, plan, findings)
     _compare_side_files(source, out, plan, record, findings)
     _compare_index(out, findings)
     _compare_record(source, plan, record, findings)
@@ -52,8 +52,8 @@ def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], find
         )
 
 
-def _compare_config(source: Checkpoint, out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    expected = json.loads(config_json.config_text(source, plan))
+def _compare_config(out: Checkpoint, plan: Plan, findings: Findings) -> None:
+    expected = json.loads(plan.config_json)
     for key in sorted(expected.keys() | out.config.keys()):
         if key not in out.config:
             findings.differences.append(f"config.json lacks the key {key}")
@@ -68,7 +68,7 @@ def _compare_side_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
 ) -> None:  # fmt: skip
     origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
-    expected = {**config_json.copied_files(source, plan), MODEL_CARD: model_card(source, plan, origin)}
+    expected = {**copied_files(source, plan), MODEL_CARD: model_card(source, plan, origin)}
     for name, content in expected.items():
         path = out.path / name
         if not path.is_file():

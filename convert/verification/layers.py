@@ -3,16 +3,14 @@
 import shutil
 from pathlib import Path
 from tempfile import gettempdir
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.calibration.run_calibration import calibrate
-from convert.latent.layer import FittedLatent, LatentLayer
 from convert.latent.recipe import LATENT
-from convert.merging.layer import LayerConversion, LayerMerge, attention_of
+from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import BFLOAT16, widen
-from convert.merging.weights import LayerAttention
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.verification.findings import Findings
@@ -20,10 +18,14 @@ from model.checkpoint import Array, Checkpoint
 from model.common.console import size
 from model.common.errors import CheckpointError
 
-ROUNDING = 1e-3
+if TYPE_CHECKING:
+    from convert.calibration.latent_weights import LatentWeights
+    from convert.layers.layer_module import Weights
+
+WEIGHTS_ONLY_TOL = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
 as a share of the tensor's root mean square."""
-TENSOR_TOL, ELEMENT_TOL = 1e-2, 0.25
+CALIBRATED_TENSOR_TOL, CALIBRATED_ELEMENT_TOL = 1e-2, 0.25
 """The same tolerances for a layer merged with a calibration text.
 
 On another kind of processor, or on a GPU, about one in 10^5 of the drawn keys differs. That changes the tensors of
@@ -46,7 +48,7 @@ def recompute_layers(
             f"{gettempdir()} has {size(free)} free, but {size(plan.scratch_bytes)} are needed to run the calibration "
             "again; set TMPDIR to a folder with more free space."
         )
-    calibrate(source, plan.conversions, plan.recipe, scratch, quiet)
+    plan.calibrate(source, scratch, quiet)
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 
@@ -66,7 +68,9 @@ def compare_layer_tensor(
     step = 2.0 ** -(7 if expected.dtype == BFLOAT16 else 10)  # of bfloat16 or float16; sufficient for finer dtypes too
     beyond = np.maximum(np.abs(wide - wide_actual) - step * np.abs(wide), 0) / (np.sqrt(np.mean(wide**2)) or 1.0)
     error = float(np.sqrt(np.mean(beyond**2)))
-    tensor_tol, element_tol = (TENSOR_TOL, ELEMENT_TOL) if layer.recipe.text else (ROUNDING, ROUNDING)
+    tensor_tol, element_tol = WEIGHTS_ONLY_TOL, WEIGHTS_ONLY_TOL
+    if layer.recipe.text:
+        tensor_tol, element_tol = CALIBRATED_TENSOR_TOL, CALIBRATED_ELEMENT_TOL
     if error <= tensor_tol and beyond.max() <= element_tol:  # false for NaN
         findings.rounded[name] = error
         return []
@@ -92,20 +96,16 @@ def compare_by_errors(
         expected = layers.get(plan.conversions[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
-    def attentions(index: int) -> list[LayerAttention | FittedLatent]:
-        conversion = plan.conversions[index]
+    def weights(index: int) -> "list[Weights | LatentWeights]":
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        if isinstance(conversion, LatentLayer):
-            return [conversion.fitted(tensors) for tensors in wide]
-        assert isinstance(conversion, LayerMerge)
-        return [attention_of(tensors, conversion, conversion.target) for tensors in wide]
+        return [plan.weights(index, tensors) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.conversions)) if differs(index)}
-    errors = validation_errors(source, plan.recipe, scratch, different, attentions) if different else {}
+    errors = validation_errors(source, plan.recipe, scratch, different, weights) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0

@@ -85,7 +85,7 @@ def estimated(*arguments: object) -> float:
     original = estimate.calibration_seconds
 
     def kept(checkpoint: Checkpoint, plan: MergePlan) -> float:
-        estimates.append(original(checkpoint, plan) / len(plan.layers))
+        estimates.append(original(checkpoint, plan) / len(plan.conversions))
         return estimates[-1]
 
     clock = mock.patch.object(time, "perf_counter", time.process_time)

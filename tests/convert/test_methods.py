@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convert.merging.methods import HEAD_METHODS, find_method
+from convert.merging.methods import HEAD_METHODS, find_head_method
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,7 +29,7 @@ def rng():
 def merged_groups(method, w, n_groups):
     """Merge each group of neighbours with one generator, as a conversion does."""
     generator = rng()
-    return np.stack([find_method(method)(group, generator) for group in w.reshape(n_groups, -1, *w.shape[1:])])
+    return np.stack([find_head_method(method)(group, generator) for group in w.reshape(n_groups, -1, *w.shape[1:])])
 
 
 @given(heads())
@@ -77,7 +77,7 @@ def test_random_has_the_group_s_scale_and_nothing_else_of_it(dtype):
 @given(case=heads())
 def test_a_group_becomes_one_head_of_its_shape_and_dtype(method, case):
     w, _, _ = case
-    merged = find_method(method)(w, rng())
+    merged = find_head_method(method)(w, rng())
     assert (merged.shape, merged.dtype) == (w.shape[1:], w.dtype)
 
 
@@ -85,13 +85,13 @@ def test_a_group_becomes_one_head_of_its_shape_and_dtype(method, case):
 def test_methods_are_pure(method):
     w = np.random.default_rng(0).normal(size=(4, 3, 5))
     copy = w.copy()
-    first = find_method(method)(w, rng())
+    first = find_head_method(method)(w, rng())
     first[:] = 7
     assert np.array_equal(w, copy)
-    assert not np.array_equal(find_method(method)(w, rng()), first)
+    assert not np.array_equal(find_head_method(method)(w, rng()), first)
 
 
 def test_mean_of_long_heads_is_summed_in_blocks():
     w = np.random.default_rng(0).normal(size=(3, 200, 1500)).astype(np.float32)
     expected = w.astype(np.float64).mean(axis=0).astype(np.float32)
-    assert np.array_equal(find_method("mean")(w, rng()), expected)
+    assert np.array_equal(find_head_method("mean")(w, rng()), expected)

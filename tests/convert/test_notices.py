@@ -10,8 +10,7 @@ import pytest
 import tiny
 from tiny_tokenizers import make_tokenizer
 
-from convert import conversion
-from convert.calibration import run_calibration
+from convert.planning.merge_plan import MergePlan
 from convert.planning.notes import notes_of_checkpoint
 from model.families import find_family
 
@@ -124,11 +123,13 @@ def test_notes_come_before_hours_of_calibrating(convert, tmp_path, monkeypatch):
     tiny.edit_config(source, num_query_groups=8)
     note, calibrated = "config.json has num_query_groups = 8", []
 
-    def calibrate(*given):
-        calibrated.append(sys.stderr.getvalue())
-        return run_calibration.calibrate(*given)
+    calibrate = MergePlan.calibrate
 
-    monkeypatch.setattr(conversion, "calibrate", calibrate)
+    def announced(*given):
+        calibrated.append(sys.stderr.getvalue())
+        return calibrate(*given)
+
+    monkeypatch.setattr(MergePlan, "calibrate", announced)
     given = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
     shown = convert(*given)
     assert f"Note: {note}" in calibrated[0]

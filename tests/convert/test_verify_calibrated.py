@@ -142,8 +142,8 @@ def test_terminated_verify_leaves_no_scratch(convert, parent, tmp_path):
     out, scratch = tmp_path / "out", tmp_path / "tmp"
     scratch.mkdir()
     convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).succeeded()
-    code = "import os, signal, convert.verification.layers as v\n"
-    code += "v.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
+    code = "import os, signal; from convert.planning.plan import Plan\n"
+    code += "Plan.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "verify", str(parent), str(out)]
     result = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
@@ -174,14 +174,17 @@ def test_the_errors_of_refined_layers_need_only_validation_windows(
     with open_checkpoint(source) as checkpoint, torch.no_grad():
         text = read_calibration_text(checkpoint, str(prose), n_windows * window)
         plan = make_merge_plan(checkpoint, 4, Recipe("fit", refit=True, refine=64, text=text), None)
-        read = [read_attention(checkpoint, merge) for merge in plan.layers]
-        versions = [[replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape)) for s in (0.01, 1)] for a in read]
+        read = [read_attention(checkpoint, merge) for merge in plan.conversions]
+        versions = [
+            [weights_of(replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape))) for s in (0.01, 1)]
+            for a in read
+        ]
         expected = {}
         (tmp_path / "whole").mkdir()
         for layer in iter_layers(checkpoint, text, tmp_path / "whole", lambda n: None, "cpu"):
             layer.run(lambda heads: None)
             windows = layer.text.validation_windows
-            expected[layer.index] = [squared_error(layer, weights_of(a), windows) for a in versions[layer.index]]
+            expected[layer.index] = [squared_error(layer, weights, windows) for weights in versions[layer.index]]
         run_layer = NativeLayer.run
 
         def counted(layer, states_BTM, observer):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch_files import assert_same_conversion, bits, cast, in_pairs, write_meta
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from convert.merging.methods import find_method
+from convert.merging.methods import find_head_method
 from model.checkpoint import open_checkpoint
 from model.checkpoint.rope_order import half_split_rows
 
@@ -53,7 +53,7 @@ def test_permuting_commutes_with_merging(method, groups, per_group, half, seed):
 
     def merged(rows, n):
         by_group = rows.reshape(groups, n // groups, head_dim, 5)
-        return np.concatenate([find_method(method)(group, np.random.default_rng(seed)) for group in by_group])
+        return np.concatenate([find_head_method(method)(group, np.random.default_rng(seed)) for group in by_group])
 
     def permuted(rows):
         return half_split_rows(lambda start, stop: rows[start:stop], head_dim, 0, len(rows))

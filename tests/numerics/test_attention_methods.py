@@ -200,7 +200,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_each_method_loses_no_more_on_trained_weights(groups):
     with open_checkpoint(Path(__file__).parents[2] / "assets/demo-mha") as checkpoint:
-        for layer in make_merge_plan(checkpoint, groups, Recipe("pca"), None).layers[::3]:
+        for layer in make_merge_plan(checkpoint, groups, Recipe("pca"), None).conversions[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):
                 check_order(moments_from_weights(group))

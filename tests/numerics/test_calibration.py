@@ -109,8 +109,8 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
         plan = make_merge_plan(checkpoint, GROUPS, Recipe("fit", text=sample), None)
-        calibrate_layers.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", lambda n: None)
-        for layer in plan.layers:
+        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / "scratch", lambda n: None)
+        for layer in plan.conversions:
             assert load_layer(layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     factor = changes.get("rope_parameters", {}).get("factor", 1.0)
@@ -169,16 +169,16 @@ def test_states_are_the_models(tmp_path, watched):
         plan = make_merge_plan(checkpoint, GROUPS, Recipe("pca", text=sample), None)
 
         def progress(n):
-            for index in range(len(plan.layers) + 1):
+            for index in range(len(plan.conversions) + 1):
                 path = states(tmp_path / "scratch", index)
                 if path.exists():
                     kept[index] = np.load(path)
 
-        calibrate_layers.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / "scratch", progress)
+        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / "scratch", progress)
     with torch.inference_mode():
         hidden = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
-    assert set(kept) >= set(range(len(plan.layers)))
-    for index in range(len(plan.layers)):
+    assert set(kept) >= set(range(len(plan.conversions)))
+    for index in range(len(plan.conversions)):
         assert np.abs(kept[index] - hidden[index].numpy()).max() < 1e-5
 
 
@@ -200,9 +200,9 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
                     raise Stop
                 counts.append(n)
 
-            calibrate_layers.calibrate_layers(checkpoint, plan.layers, sample, tmp_path / place, progress)
-            assert sum(counts) == len(plan.layers) * (sample.n_tokens + refine)
-            return [load_layer(layer, tmp_path / place).tensors for layer in plan.layers]
+            calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / place, progress)
+            assert sum(counts) == len(plan.conversions) * (sample.n_tokens + refine)
+            return [load_layer(layer, tmp_path / place).tensors for layer in plan.conversions]
 
         whole = run("whole", -1)
         for stop_at in range(4):

@@ -274,13 +274,14 @@ def test_the_config_gives_the_frequencies(positions):
     assert (rope["rope_type"] == "default") == (positions == (0.0, 1.5, 3.0))
 
 
-def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_latent_attention_takes_the_dtype_of_its_tensors(convert, tmp_path, dtype):
     """float16 in config.json would let the latent's norm overflow."""
-    parent = tiny.save(tiny.build(), tmp_path / "source")
+    parent = tiny.save(tiny.build(), tmp_path / "source", dtype)
     tiny.edit_config(parent, torch_dtype="float16", dtype=None)
     out = tmp_path / "out"
     sizes = ("--latent", 16, "--rope", 4, "--calibration", "none")
     convert("mha-to-mla", parent, out, *sizes).succeeded()
-    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
     with torch.inference_mode():
         assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(8)[None]).logits.isfinite().all()

@@ -152,7 +152,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             attended_BTM, states_BTM = layer.run(states_BTM, seen.append)
             assert_close(states_BTM, plain.outputs[index])
             assert_close(attended_BTM, plain.attended[index])
-            n_rotated = 2 * plan.layers[index].n_rotary_pairs
+            n_rotated = 2 * plan.conversions[index].n_rotary_pairs
             assert n_rotated == (0 if layer.rotation is None else layer.rotation[0].shape[1])
             q, k, v = plain.heads(index, layer.head_dim)
             seen_k = seen[0].rotated_k_BTKD
@@ -168,7 +168,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             q_HTD, k_KTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTKD))
             weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH))
             assert_close(weights_HST, plain.weights[index][0])
-            weights = weights_of(read_attention(checkpoint, plan.layers[index]))
+            weights = weights_of(read_attention(checkpoint, plan.conversions[index]))
             bias_M = 0 if layer.output_bias is None else layer.output_bias
             assert_close(layer.heads_out(weights, x_BTM) @ weights.o_MC.T + bias_M, attended_BTM)
 
@@ -177,7 +177,7 @@ def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
     for family in tiny.FITTED:
         with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
             plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
-            share = 2 * plan.layers[0].n_rotary_pairs / plan.geometry.head_dim
+            share = 2 * plan.conversions[0].n_rotary_pairs / plan.geometry.head_dim
             assert share == SHARES.get(family, 1.0), family
 
 
@@ -189,8 +189,8 @@ def merged(tmp_path, monkeypatch, use_class):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         recipe = Recipe("fit", refit=True, refine=256, text=text)
         plan = make_merge_plan(checkpoint, 2, recipe, None)
-        calibrate_layers.calibrate_layers(checkpoint, plan.layers, text, place, lambda n: None)
-        return [load_layer(layer, place).tensors for layer in plan.layers]
+        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, text, place, lambda n: None)
+        return [load_layer(layer, place).tensors for layer in plan.conversions]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])

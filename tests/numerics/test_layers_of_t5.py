@@ -60,7 +60,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = EncoderDecoderLayers(checkpoint, LENGTH)
-        merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).layers
+        merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).conversions
         assert len(merges) == layers.n_layers == len(parts)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):

@@ -69,14 +69,14 @@ def test_every_module_imports():
 
 
 def test_every_registered_name_has_its_module():
-    from convert.merging.methods import HEAD_METHODS, find_method
+    from convert.merging.methods import HEAD_METHODS, find_head_method
     from model.families import FAMILIES, find_family
 
     for name in READERS.values():
         reader = import_module(f"model.checkpoint.formats.{name}")
         assert callable(reader.matches)
         assert callable(reader.read)
-    assert all(callable(find_method(name)) for name in HEAD_METHODS)
+    assert all(callable(find_head_method(name)) for name in HEAD_METHODS)
     assert all(find_family({"model_type": name, "text_config": {}}).model_type == name for name in FAMILIES)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the command line reads HEAD_METHODS for its help, without t
     from convert.merging.moments import Maps, Moments
     from model.checkpoint import Array
 
-    MergeMethod = Callable[[Array, np.random.Generator], Array]
-    MergeGroup = Callable[[Moments], Maps]
+    HeadMethod = Callable[[Array, np.random.Generator], Array]
+    LayerMethod = Callable[[Moments], Maps]
     Alternatives = Callable[[Moments, Maps, Moments], tuple[Maps, ...]]
 
 # One module each in this folder.
@@ -36,15 +36,15 @@ REPEAT = "repeat"
 """Recorded as the method of a conversion to more heads, which repeats each head and merges none."""
 
 
-def find_method(name: str) -> "MergeMethod":
+def find_head_method(name: str) -> "HeadMethod":
     """Import the function of one of HEAD_METHODS."""
-    merge: MergeMethod = import_module(f"convert.merging.methods.{name}").merge
+    merge: HeadMethod = import_module(f"convert.merging.methods.{name}").merge
     return merge
 
 
-def find_group_method(name: str) -> "MergeGroup":
+def find_layer_method(name: str) -> "LayerMethod":
     """Import the function of one of LAYER_METHODS."""
-    merge: MergeGroup = import_module(f"convert.merging.methods.{name}").merge
+    merge: LayerMethod = import_module(f"convert.merging.methods.{name}").merge
     return merge
 
 

@@ -1,0 +1,18 @@
+"""List the files that are copied beside the weights."""
+
+from pathlib import Path
+
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
+from model.common.file_names import UPTRAINING_RECORD
+
+
+def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
+    """Return the copied files by relative name: the source's, and the model code that the output needs.
+
+    The record of an uptraining is left out where heads change: it is about other weights.
+    """
+    files = dict(checkpoint.side_files)
+    if plan.computed:
+        files.pop(UPTRAINING_RECORD, None)
+    return {**files, **plan.added_files(checkpoint)}

@@ -1,0 +1,122 @@
+"""Make the `config.json` of latent attention, and its tokenizer's."""
+
+import json
+from typing import Any
+
+from convert.latent.sizes import LatentSizes
+from convert.latent.stock_tensors import rounded_weight
+from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import json_text
+from model.checkpoint.latent_norm import EPSILON, KEY
+from model.checkpoint.llama_config import TORCH_DTYPES, rope_entries
+from model.common.errors import CheckpointError
+from model.common.read_files import CONFIG_BYTES
+from model.decoder.config import LlamaConfig
+from model.geometry import Geometry
+
+MODEL_TYPE = "deepseek_v3"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def latent_config(
+    checkpoint: Checkpoint, geometry: Geometry, source: LlamaConfig, sizes: LatentSizes, rope: dict[str, Any] | None,
+    dtype: str,
+) -> bytes:  # fmt: skip
+    """Return `config.json`. Latent attention has another class than the source, so all keys are its own.
+
+    `rope`: `rope_parameters`; None before the frequencies are chosen. `dtype`: that of the layers' tensors.
+    """
+    return json_text(
+        _model_settings(geometry, source, sizes)
+        | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
+        | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
+        | _token_settings(checkpoint.config)
+        | _dtype_settings(checkpoint, dtype)
+    )
+
+
+def _model_settings(geometry: Geometry, source: LlamaConfig, sizes: LatentSizes) -> dict[str, Any]:
+    """Return `config.json` of transformers' DeepSeek-V3 with dense layers only, but for its rotary embedding."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": source.vocab_size,
+        "hidden_size": geometry.hidden_size,
+        "intermediate_size": source.intermediate_size,
+        "num_hidden_layers": geometry.n_layers,
+        "num_attention_heads": geometry.n_heads,
+        "num_key_value_heads": geometry.n_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": source.rope.max_positions,
+        "rms_norm_eps": EPSILON,
+        "tie_word_embeddings": False,
+        "attention_bias": sizes.norm == "bias",
+        "attention_dropout": 0.0,
+        "kv_lora_rank": sizes.latent,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": sizes.rope_dims,
+        "qk_nope_head_dim": sizes.nope,
+        "v_head_dim": sizes.head_dim,
+        "rope_interleave": True,
+        # All layers are dense. Engines read the numbers of experts nevertheless.
+        "first_k_dense_replace": geometry.n_layers,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "moe_intermediate_size": source.intermediate_size,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding in the spellings of transformers 4 and 5."""
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return rope_entries(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
+
+
+def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
+
+    DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
+    """
+    defaults = {"bos_token_id": 1, "eos_token_id": 2}
+    keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
+    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
+        keys.append("tokenizer_class")
+    return defaults | {key: config[key] for key in keys if key in config}
+
+
+def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str]:
+    """Return the entries of `config.json` on the dtype: that of the layers, whatever the source's config says.
+
+    Programs load a model in that dtype, and in float16 the latent's norm would overflow.
+    """
+    dtype = TORCH_DTYPES.get(tensors_dtype)
+    return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
+
+
+def tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the tokenizer's config with the class that transformers gives the source's tokenizer, if it names another.
+
+    For a Mistral, transformers uses `tokenizer.json` or `tokenizer.model` as it is, whatever class the config names.
+    For the `model_type` of latent attention it uses that class, which may split texts in another way.
+    """
+    content = checkpoint.side_files.get(TOKENIZER_CONFIG)
+    taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
+    if checkpoint.config["model_type"] != "mistral" or content is None or not taken_as_it_is:
+        return {}
+    text = read_content(content, CONFIG_BYTES)
+    try:
+        config = json.loads(text)
+        if config.get("tokenizer_class") is None:
+            return {}
+        return {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint.path}/{TOKENIZER_CONFIG} is damaged: {error}.") from error

@@ -1,0 +1,57 @@
+"""Edit the source's `config.json` for another number of K/V heads."""
+
+import json
+from typing import Any
+
+from convert.planning.notes import PHI3_ROPE
+from convert.planning.remote_code import Code
+from model.checkpoint import Checkpoint
+from model.checkpoint.hf_folder import json_text
+from model.families.family import ConfigKeys
+from model.geometry import Geometry, set_key
+
+
+def merged_config(
+    checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int, regrouped: bool, code: Code | None
+) -> bytes:  # fmt: skip
+    """Return `config.json` with the new number of K/V heads. Every other key keeps its spelling and order.
+
+    If heads were regrouped, add the keys that version 4 of transformers reads beside those of version 5. If the stock
+    class cannot hold the heads, name the code that can.
+    """
+    family, text_config = geometry.attention.family, geometry.text_config
+    config = json.loads(checkpoint.config_text)
+    inner = config if text_config is None else config[text_config]
+    if regrouped or family.stock_class_supports_gqa:
+        set_key(inner, family.keys.n_kv_heads, n_kv_heads)
+    if regrouped and family.switch is not None:
+        set_key(inner, family.switch.key, family.switch.merged)
+    if code is not None:
+        config |= code.settings
+    if regrouped:
+        _add_old_spelling(inner, family.keys)
+    return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
+
+
+def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
+    """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
+
+    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for a Phi-3
+    with settings that its class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
+        return
+    added = {keys.rope_theta: rope["rope_theta"]}
+    if "partial_rotary_factor" in rope:
+        added[keys.partial_rotary_factor] = rope["partial_rotary_factor"]
+    if config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+        return
+    if rope.get("rope_type", "default") != "default":
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others
+            scaling = {"type": rope["rope_type"], **{k: rope[k] for k in ("short_factor", "long_factor") if k in rope}}
+            if "original_max_position_embeddings" in rope:
+                added["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        added["rope_scaling"] = scaling
+    config |= {key: value for key, value in added.items() if config.get(key) is None}
