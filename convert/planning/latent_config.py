@@ -10,7 +10,7 @@ from model.checkpoint.hf_folder import json_text
 from model.checkpoint.latent_norm import EPSILON, KEY
 from model.checkpoint.llama_config import TORCH_DTYPES, rope_entries
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES
+from model.common.read_files import CONFIG_BYTES, read_content
 from model.decoder.config import LlamaConfig
 from model.geometry import Geometry
 

@@ -127,7 +127,7 @@ def test_chats_begin_as_the_template_says(source, monkeypatch):
 
         return torch.full((len(logits_BV),), end if next(steps) % 32 == 31 else word)
 
-    monkeypatch.setattr(generated_text, "choose", choose)
+    monkeypatch.setattr(generated_text, "sample", choose)
     text, chat = (tokenizer.decode(row) for row in written(source, 2)[:, :60])
     assert chat.startswith("[user]x")
     assert "x</s>[assistant]x" in chat
@@ -146,7 +146,7 @@ def test_long_documents_are_cut(source, monkeypatch):
     import torch
 
     monkeypatch.setattr(generated_text, "DOCUMENT_TOKENS", 16)
-    monkeypatch.setattr(generated_text, "choose", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
+    monkeypatch.setattr(generated_text, "sample", lambda logits_BV, *rest: torch.full((len(logits_BV),), 9))
     ids_NT = written(source, 3)
     assert (np.flatnonzero(ids_NT[1] == 0) == [0, 16, 32, 48]).all()
     assert (np.delete(ids_NT, [0, 1, 16, 17, 32, 33, 48, 49], axis=1) == 9).all()
