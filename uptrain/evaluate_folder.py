@@ -22,6 +22,7 @@ from uptrain.distributed.accelerator import choose_device, default_precision, ma
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.decoder_layers import layer_class_names
+from uptrain.models.frozen_parameters import use_float32_states
 from uptrain.models.load import load_evaluated, load_teacher
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import (
@@ -135,6 +136,8 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     teacher = None
     if options.teacher is not None:
         teacher = load_teacher(options.teacher, precision)
+        if precision == "bf16":
+            use_float32_states(teacher)
         check_same_vocab_size(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
         check_packing(teacher, cache.seq_len)
         teacher.to(accelerator.device)

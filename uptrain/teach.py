@@ -44,6 +44,7 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
+from uptrain.models.frozen_parameters import use_float32_states
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
@@ -244,6 +245,8 @@ def _write_shards(
     device = choose_device("auto")
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
     teacher = load_teacher(folder, precision).to(device)
+    if precision == "bf16":
+        use_float32_states(teacher)
     micro_batch = _micro_batch(teacher, cache.seq_len)
     in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:

@@ -76,7 +76,7 @@ class ChunkLogits:
     All chunks share memory: new memory costs more than the arithmetic.
 
     In half precision, a GPU's products are written in float32. Elsewhere they are rounded first: a logit of 20 to a
-    multiple of 0.125 in bfloat16, so that the divergence of equal models may come to 0.001.
+    multiple of 0.125 in bfloat16, so that the divergence of models that are nearly equal may be off by 0.001.
     """
 
     def __init__(self, hidden_NM: Tensor, weight_VM: Tensor, max_tokens: int) -> None:

@@ -98,6 +98,19 @@ def _cast_and_choose_dtypes(
     return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
 
 
+def use_float32_states(teacher: LanguageModel) -> None:
+    """Let a teacher in bfloat16 hold its hidden states in float32, as the student does under autocast.
+
+    The same weights then give the same logits. Vectors of modules that cannot cast them, such as the weights of
+    transformers' norms, become float32. Its scaled embeddings (Gemma) and joined experts stay as they are.
+    """
+    for module in teacher.modules():
+        if not make_cast_in_use(module, torch.float32):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() == 1:
+                    parameter.data = parameter.data.float()
+
+
 def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
     """Let frozen embeddings return states in `dtype`."""
     for module in student.modules():

@@ -45,7 +45,10 @@ def load_evaluated(folder: Path) -> LanguageModel:
 
 
 def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
-    """Load a teacher, without gradients. `skip` is as for `load_model`."""
+    """Load a teacher, without gradients. `skip` is as for `load_model`.
+
+    In bf16, all of it is bfloat16, as shards need it; on its own or in replicas, see `use_float32_states`.
+    """
     return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
 
 

@@ -13,7 +13,7 @@ from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
-from uptrain.models.frozen_parameters import set_state_dtype
+from uptrain.models.frozen_parameters import set_state_dtype, use_float32_states
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import (
     empty_student,
@@ -128,6 +128,8 @@ def _build_teacher(
     place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: owner_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
+    if settings.precision == "bf16" and not is_sharded(accelerator):
+        use_float32_states(teacher)
     return teacher, shared_bytes
 
 
