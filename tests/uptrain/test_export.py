@@ -113,6 +113,20 @@ def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled)
         assert row in card, (row, card)
 
 
+def test_of_a_second_run_the_loss_after_conversion_is_not_known(tmp_path, uptrain, distilled):
+    """Its first evaluation is of a model that was trained already."""
+    inputs = distilled.parent
+    again = {"model": tmp_path / "once", "parent": inputs / "parent", "data": inputs / "data"}
+    uptrain("export", distilled, again["model"]).succeeded()
+    given = ("--eval-data", inputs / "held-out")
+    uptrain(*arguments(again, tmp_path / "run", *given, loss="distill", steps=4)).succeeded()
+    uptrain("export", tmp_path / "run", tmp_path / "out").succeeded()
+    first, second = (tmp_path / "out/README.md").read_text().split("| KL from the teacher |")[:2]
+    assert ("| Recovered fraction |" in first, "| Recovered fraction |" in second) == (True, False)
+    last = json.loads(uptrain("status", tmp_path / "run", "--json").out)["evaluation"]
+    assert (last["merge_cost"], last["recovered_fraction"], last["teacher_loss"] > 0) == (None, None, True)
+
+
 def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, distilled):
     uptrain("export", distilled, tmp_path / "out", "--step", 10).succeeded()
     record = json.loads((tmp_path / "out/uptraining.json").read_text())
@@ -122,12 +136,12 @@ def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, d
 
 def test_card_of_a_merge_that_cost_nothing_measurable():
     metrics = {"teacher_loss": 3.0, "kl": 0.1, "agreement": 0.9}
-    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}]))
+    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}], False))
     assert rows["Recovered fraction"] == "none, the merge cost nothing measurable"
 
 
 def test_card_of_a_loss_that_was_not_finite():
-    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}]))
+    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}], False))
     assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import CheckpointError, InputError
-from model.common.file_names import CONVERSION_RECORD
+from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
 
@@ -23,6 +23,11 @@ def merge_method(folder: Path) -> str | None:
     The method of the last conversion that changed the attention: reading another format or repeating heads does not.
     """
     return next((method for _, method, _ in _conversions(folder) if method), None)
+
+
+def was_uptrained(folder: Path) -> bool:
+    """Return whether a model is the export of a run, so that it was trained since its conversion."""
+    return (folder / UPTRAINING_RECORD).is_file()
 
 
 def parent_advice(model: Path) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
-from model.common.file_names import UPTRAINING_RECORD
 from model.completeness import check_head
 from uptrain.budget.budget import (
     Budget,
@@ -21,7 +20,13 @@ from uptrain.budget.budget import (
     rate_problem,
     repetition_warning,
 )
-from uptrain.budget.conversion_record import default_trainable, merge_method, source_names, teacher_warning
+from uptrain.budget.conversion_record import (
+    default_trainable,
+    merge_method,
+    source_names,
+    teacher_warning,
+    was_uptrained,
+)
 from uptrain.budget.identify import find_original, shape_warning
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import default_micro_batch, default_seq_len
@@ -293,6 +298,6 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
     measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
-    method = None if (model / UPTRAINING_RECORD).is_file() else merge_method(model)
+    method = None if was_uptrained(model) else merge_method(model)
     expected = f"{FIRST_LOSS[method]}. " if method in FIRST_LOSS else ""
     return f"{expected}Measure it with: {measure}"

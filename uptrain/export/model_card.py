@@ -7,6 +7,7 @@ from model.common.counts import format_count
 from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from uptrain.budget.conversion_record import was_uptrained
 from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
 from uptrain.training.losses import LOSSES
 
@@ -18,7 +19,7 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
     path = source / MODEL_CARD
     has_card = path.is_file() and not leads_outside(path, source)
     card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else _front_matter(record["settings"]["model"])
-    return card.strip() + b"\n\n" + _section(record, has_card).encode()
+    return card.strip() + b"\n\n" + _section(record, has_card, was_uptrained(source)).encode()
 
 
 def _front_matter(model: str) -> bytes:
@@ -27,7 +28,7 @@ def _front_matter(model: str) -> bytes:
     return f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---".encode()
 
 
-def _section(record: dict[str, Any], has_card: bool) -> str:
+def _section(record: dict[str, Any], has_card: bool, was_trained: bool) -> str:
     settings, budget = record["settings"], record["budget"]
     begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from scratch"
     done = record["step"] / settings["steps"]
@@ -50,7 +51,7 @@ def _section(record: dict[str, Any], has_card: bool) -> str:
             ),
         ),
         ("Data", markdown(f"token cache {record['data_sha256'][:16]}…")),
-        *_losses(record["evaluations"]),
+        *_losses(record["evaluations"], was_trained),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""{BEGIN}
@@ -77,7 +78,8 @@ def _what_changed(settings: dict[str, Any], has_card: bool) -> str:
     return f"{subject} changed {part}."
 
 
-def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _losses(evaluations: list[dict[str, Any]], was_trained: bool) -> list[tuple[str, str]]:
+    """Return the rows of losses. If the initial model was uptrained before, the loss after conversion is not known."""
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
@@ -86,7 +88,7 @@ def _losses(evaluations: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", format_loss(last["teacher_loss"])))
         recovered = format_recovered(recovered_fraction(first, last), merge_cost(first))
-        if recovered:
+        if recovered and not was_trained:
             rows.append(("Recovered fraction", recovered))
         rows.append(("KL from the teacher", f"{format_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
     return rows

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.console import warn
-from uptrain.runs.folder import METRICS, RUN_STATE, Run, read_run_state
+from uptrain.budget.conversion_record import was_uptrained
+from uptrain.runs.folder import METRICS, MODEL, RUN_STATE, Run, read_run_state
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics, rise_warning
 
@@ -38,10 +39,11 @@ class History:
             for r in records
             if "evaluation" in r and r["step"] in tokens
         ]
-        from_model = bool(run.settings.model)
+        starts_converted = bool(run.settings.model) and not was_uptrained(folder / MODEL)
         for evaluation in evaluations:
-            evaluation["merge_cost"] = merge_cost(evaluations[0]) if from_model else None
-            evaluation["recovered_fraction"] = recovered_fraction(evaluations[0], evaluation) if from_model else None
+            recovered = recovered_fraction(evaluations[0], evaluation) if starts_converted else None
+            evaluation["merge_cost"] = merge_cost(evaluations[0]) if starts_converted else None
+            evaluation["recovered_fraction"] = recovered
         warning = rise_warning(records, run.settings.lr)
         return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r], warning)
 
