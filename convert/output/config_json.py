@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from convert.planning.latent_plan import LatentPlan
-from convert.planning.notes import PHI3_ROPE
+from convert.planning.notes import rope_keys_without_place
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
 from model.common.errors import CheckpointError
 from model.common.file_names import UPTRAINING_RECORD
 from model.common.read_files import CONFIG_BYTES, read_content
-from model.families.family import ConfigKeys
+from model.families import Family
 from model.geometry import set_key
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -36,28 +36,29 @@ def config_text(checkpoint: Checkpoint, plan: Plan) -> bytes:
     if plan.code is not None:
         config |= plan.code.settings
     if plan.computed:
-        _add_old_spelling(inner, family.keys)
+        _add_old_spelling(inner, family)
     return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
 
 
-def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
+def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
-    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for a Phi-3
-    with settings that its class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
+    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for settings
+    that the class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
-    added = {keys.rope_theta: rope["rope_theta"]}
+    added = {family.keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
-        added[keys.partial_rotary_factor] = rope["partial_rotary_factor"]
-    if config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+        added[family.keys.partial_rotary_factor] = rope["partial_rotary_factor"]
+    if rope_keys_without_place(rope, family):
         return
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-        if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others
-            scaling = {"type": rope["rope_type"], **{k: rope[k] for k in ("short_factor", "long_factor") if k in rope}}
+        if family.rope_scaling_v4 is not None:
+            named = {**rope, "type": rope["rope_type"]}
+            scaling = {k: named[k] for k in family.rope_scaling_v4 if k in named}
             if "original_max_position_embeddings" in rope:
                 added["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         added["rope_scaling"] = scaling
@@ -73,19 +74,19 @@ def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:
     if plan.computed:
         files.pop(UPTRAINING_RECORD, None)
     if isinstance(plan, LatentPlan):
-        files |= _tokenizer_config(checkpoint)
+        files |= _tokenizer_config(checkpoint, plan.geometry.attention.family)
     return {**files, **(plan.code.files if plan.code is not None else {})}
 
 
-def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
+def _tokenizer_config(checkpoint: Checkpoint, family: Family) -> dict[str, bytes]:
     """Return the tokenizer's config with the class that transformers gives the source's tokenizer, if it names another.
 
-    For a Mistral, transformers uses `tokenizer.json` or `tokenizer.model` as it is, whatever class the config names.
-    For the `model_type` of latent attention it uses that class, which may split texts in another way.
+    For some families (`ignores_tokenizer_class`), transformers uses `tokenizer.json` or `tokenizer.model` as it is. For
+    the `model_type` of latent attention it uses the class that the config names, which may split texts in another way.
     """
     content = checkpoint.side_files.get(TOKENIZER_CONFIG)
     taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
-    if checkpoint.config["model_type"] != "mistral" or content is None or not taken_as_it_is:
+    if not family.ignores_tokenizer_class or content is None or not taken_as_it_is:
         return {}
     text = read_content(content, CONFIG_BYTES)
     try:

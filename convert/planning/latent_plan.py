@@ -20,6 +20,7 @@ from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.errors import CheckpointError
 from model.common.file_names import CONVERSION_RECORD
+from model.families import Family
 from model.geometry import Geometry
 
 
@@ -103,19 +104,19 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         config=_config(geometry, source.config.vocab_size, source.config.intermediate_size, source.rope.context, sizes)
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
-        | _token_settings(checkpoint.config)
+        | _token_settings(checkpoint.config, geometry.attention.family)
         | _dtype_settings(checkpoint, layers[0].dtype(checkpoint)),
     )
 
 
-def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _token_settings(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
 
     DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
     """
     defaults = {"bos_token_id": 1, "eos_token_id": 2}
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
-    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
+    if not family.ignores_tokenizer_class:  # transformers would not ignore it for the output's type
         keys.append("tokenizer_class")
     return defaults | {key: config[key] for key in keys if key in config}
 
