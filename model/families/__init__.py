@@ -15,7 +15,7 @@ __all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 """The families that `model.decoder` implements (`model.decoder.config.is_native`). transformers' classes run the
-others."""  # fmt: skip
+others."""
 
 _OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.MT5_FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)
