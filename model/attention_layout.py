@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.checkpoint import FLOAT_DTYPES, TensorInfo
-from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.families import Family
 from model.families.family import HeadNorms
@@ -223,7 +222,7 @@ def _possible_parts(family: Family) -> re.Pattern[str]:
 
 def _copied(family: Family) -> set[str]:
     """Return the parts that do not depend on the number of heads."""
-    return {f"{module}.{part}" for module in family.attention for part in (*family.not_per_head, ROPE_BUFFER)}
+    return {f"{module}.{part}" for module in family.attention for part in family.headless_parts}
 
 
 @dataclass(frozen=True)
@@ -234,6 +233,11 @@ class Attention:
     sizes: Sizes
     present: tuple[tuple[str, int], ...]
     """Per layer and entry of the layout's `heads`: the prefix of the tensor names, and the index of the entry."""
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the layers' tensor names, in order."""
+        return tuple(dict.fromkeys(prefix for prefix, _ in self.present))
 
     def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
         """Return all heads under full tensor names, in the same order for every number of K/V heads."""

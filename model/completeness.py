@@ -6,7 +6,6 @@ from typing import Any
 
 from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
-from model.checkpoint.tensor import ROPE_BUFFER
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
@@ -56,16 +55,16 @@ def check_head(checkpoint: Checkpoint) -> None:
 def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor."""
     family, tensors, config = attention.family, checkpoint.tensors, checkpoint.config
-    prefixes = list(dict.fromkeys(prefix for prefix, _ in attention.present))
-    layers = _parts(attention, prefixes, checkpoint)
+    prefixes = attention.layer_prefixes
+    layers = _parts(attention, checkpoint)
     _check_layers(layers, checkpoint)
     if is_native(config):
         _check_native_layers(layers, checkpoint)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
-    has_head = any(name.endswith(OUTPUT_HEADS) for name in tensors)
+    holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
-    stands_for_it = has_head and config.get("tie_word_embeddings") is True
-    if family.embedding and embedding not in tensors and not stands_for_it:
+    head_replaces_embedding = holds_head_tensor and config.get("tie_word_embeddings") is True
+    if family.embedding and embedding not in tensors and not head_replaces_embedding:
         raise _lacks(checkpoint, embedding)
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
     if family.final_norm and has_norms and final_norm not in tensors:
@@ -73,8 +72,8 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     for names in family.elsewhere:
         if not any(name in tensors for name in names):
             raise _lacks(checkpoint, names[0])
-    if not has_head and _needs_head(config, stack):
-        raise _lacks(checkpoint, "embed_out.weight" if stack.startswith("gpt_neox.") else "lm_head.weight")
+    if not holds_head_tensor and _needs_head(config, stack):
+        raise _lacks(checkpoint, f"{family.output_head}.weight")
 
 
 def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> None:
@@ -95,11 +94,11 @@ def _needs_head(config: Mapping[str, Any], stack: str) -> bool:
     return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes
 
 
-def _parts(attention: Attention, prefixes: list[str], checkpoint: Checkpoint) -> dict[str, set[str]]:
+def _parts(attention: Attention, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Return the names of each layer's tensors, without the layer's prefix. Buffers and the like are left out."""
     family = attention.family
-    ignored = tuple(f"{module}.{part}" for module in family.attention for part in (*family.not_per_head, ROPE_BUFFER))
-    parts: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
+    ignored = tuple(f"{module}.{part}" for module in family.attention for part in family.headless_parts)
+    parts: dict[str, set[str]] = {prefix: set() for prefix in attention.layer_prefixes}
     for name in checkpoint.tensors:
         ends = (match.end() for match in re.finditer(r"(?:^|\.)\d+\.", name))
         end = next((end for end in ends if name[:end] in parts), None)

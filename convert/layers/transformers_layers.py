@@ -19,12 +19,11 @@ from convert.layers.layer_module import ModelLayers
 from convert.layers.observed_layer import embedding_rows, refusing_to_run
 from convert.layers.transformers_module import Arguments, StopForwardError, TransformersLayer, recording
 from model.checkpoint import Checkpoint
-from model.checkpoint.tensor import ROPE_BUFFER
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
 from model.decoder.transformers_classes import build_empty_model, load_state
-from model.families import find_family
+from model.families import Family, find_family
 from model.geometry import check_class_settings, read_geometry
 
 
@@ -37,11 +36,13 @@ class TransformersLayers(ModelLayers):
         match = find_family(checkpoint.config)
         family, self._config = match.family, match.config
         check_class_settings(match.config, family, head=False)
-        self._model: Any = build_empty_model(family.model_type, _for_short_texts(match.config), str(checkpoint.path))
+        self._model: Any = build_empty_model(
+            family.model_type, _for_short_texts(match.config, family), str(checkpoint.path)
+        )
         self._decoder = self._model.base_model
         self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
         _move_buffers(self._decoder, self.device)
-        stem = self._geometry.attention.present[0][0]
+        stem = self._geometry.attention.layer_prefixes[0]
         self._prefix = stem.removesuffix(f"{family.layers}.0.")
         """The beginning of the decoder's tensor names in the checkpoint."""
         self._model_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
@@ -53,7 +54,7 @@ class TransformersLayers(ModelLayers):
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
         own = self._model.state_dict()
-        buffers = tuple(f".{part}" for part in (*family.not_per_head, ROPE_BUFFER))  # of old checkpoints
+        buffers = tuple(f".{part}" for part in family.headless_parts)  # of old checkpoints
         names = (name for name in checkpoint.tensors if name.startswith(self._prefix))
         self._parameters = [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
         """The decoder's tensors in the checkpoint."""
@@ -140,15 +141,13 @@ class TransformersLayers(ModelLayers):
         return received[0][0], [call for _, call in received]
 
 
-def _for_short_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config whose class makes no tables for texts longer than a window.
-
-    MPT's makes the bias of ALiBi for `max_seq_len` positions, and uses the last of them.
-    """
-    longest = config.get("max_seq_len")
-    if config.get("model_type") != "mpt" or not isinstance(longest, int):
+def _for_short_texts(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return a config whose class makes no tables for texts longer than a window."""
+    key = family.alibi_table_length
+    longest = None if key is None else config.get(key)
+    if key is None or not isinstance(longest, int):
         return config
-    return {**config, "max_seq_len": min(longest, LONGEST_WINDOW)}
+    return {**config, key: min(longest, LONGEST_WINDOW)}
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

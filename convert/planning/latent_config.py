@@ -12,6 +12,7 @@ from model.checkpoint.llama_config import TORCH_DTYPES, rope_entries
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, read_content
 from model.decoder.config import LlamaConfig
+from model.families import Family
 from model.geometry import Geometry
 
 MODEL_TYPE = "deepseek_v3"
@@ -30,7 +31,7 @@ def latent_config(
         _model_settings(geometry, source, sizes)
         | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
-        | _token_settings(checkpoint.config)
+        | _token_settings(checkpoint.config, geometry.attention.family)
         | _dtype_settings(checkpoint, dtype)
     )
 
@@ -81,14 +82,14 @@ def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
     return rope_entries(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
 
 
-def _token_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _token_settings(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
 
     DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
     """
     defaults = {"bos_token_id": 1, "eos_token_id": 2}
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
-    if config["model_type"] != "mistral":  # for which transformers ignores it, but not for the output's type
+    if not family.ignores_tokenizer_class:  # transformers would not ignore it for the output's type
         keys.append("tokenizer_class")
     return defaults | {key: config[key] for key in keys if key in config}
 
@@ -102,15 +103,15 @@ def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str
     return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
 
 
-def tokenizer_config(checkpoint: Checkpoint) -> dict[str, bytes]:
+def tokenizer_config(checkpoint: Checkpoint, family: Family) -> dict[str, bytes]:
     """Return the tokenizer's config with the class that transformers gives the source's tokenizer, if it names another.
 
-    For a Mistral, transformers uses `tokenizer.json` or `tokenizer.model` as it is, whatever class the config names.
-    For the `model_type` of latent attention it uses that class, which may split texts in another way.
+    For some families (`ignores_tokenizer_class`), transformers uses `tokenizer.json` or `tokenizer.model` as it is. For
+    the `model_type` of latent attention it uses the class that the config names, which may split texts in another way.
     """
     content = checkpoint.side_files.get(TOKENIZER_CONFIG)
     taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
-    if checkpoint.config["model_type"] != "mistral" or content is None or not taken_as_it_is:
+    if not family.ignores_tokenizer_class or content is None or not taken_as_it_is:
         return {}
     text = read_content(content, CONFIG_BYTES)
     try:

@@ -94,7 +94,7 @@ class LatentPlan(Plan):
         return "--refine 0 takes less"
 
     def added_files(self, checkpoint: Checkpoint) -> dict[str, Path | bytes]:
-        return {**super().added_files(checkpoint), **tokenizer_config(checkpoint)}
+        return {**super().added_files(checkpoint), **tokenizer_config(checkpoint, self.geometry.attention.family)}
 
     def _calibrate(
         self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-from convert.planning.notes import PHI3_ROPE
+from convert.planning.notes import rope_keys_without_place
 from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
-from model.families.family import ConfigKeys
+from model.families import Family
 from model.geometry import Geometry, set_key
 
 
@@ -29,28 +29,29 @@ def merged_config(
     if code is not None:
         config |= code.settings
     if regrouped:
-        _add_old_spelling(inner, family.keys)
+        _add_old_spelling(inner, family)
     return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
 
 
-def _add_old_spelling(config: dict[str, Any], keys: ConfigKeys) -> None:
+def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
-    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for a Phi-3
-    with settings that its class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
+    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for settings
+    that the class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
-    added = {keys.rope_theta: rope["rope_theta"]}
+    added = {family.keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
-        added[keys.partial_rotary_factor] = rope["partial_rotary_factor"]
-    if config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+        added[family.keys.partial_rotary_factor] = rope["partial_rotary_factor"]
+    if rope_keys_without_place(rope, family):
         return
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-        if config.get("model_type") == "phi3":  # whose class reads these three keys, and refuses others
-            scaling = {"type": rope["rope_type"], **{k: rope[k] for k in ("short_factor", "long_factor") if k in rope}}
+        if family.rope_scaling_v4 is not None:
+            named = {**rope, "type": rope["rope_type"]}
+            scaling = {k: named[k] for k in family.rope_scaling_v4 if k in named}
             if "original_max_position_embeddings" in rope:
                 added["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         added["rope_scaling"] = scaling

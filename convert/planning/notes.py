@@ -13,11 +13,6 @@ from model.families import Family, find_family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
-PHI3_ROPE = {
-    "rope_theta", "partial_rotary_factor", "rope_type", "type", "short_factor", "long_factor",
-    "original_max_position_embeddings",
-}  # fmt: skip
-"""Keys of `rope_parameters` that the Phi-3 of transformers 4 has a place for."""
 
 
 def notes_of_merge(recipe: Recipe, family: Family) -> Iterator[str]:
@@ -38,7 +33,7 @@ def notes_on_opening(family: Family) -> Iterator[str]:
             "merged heads (read in their source, not tried). vLLM and SGLang can use transformers' class: "
             "--model-impl transformers."
         )
-    if family.needs_own_code is not None:
+    if family.own_code_key is not None:
         yield (
             f"transformers' class of {family.model_type} cannot open merged heads; open the result with the "
             "checkpoint's own code: trust_remote_code=True."
@@ -49,7 +44,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     """Return the notes of the checkpoint's reader, and notes on misleading keys of config.json."""
     config = checkpoint.config
     return (
-        *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_by_layers(config),
+        *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
         *_vocabulary(checkpoint), *partly_cached(checkpoint),
     )  # fmt: skip
 
@@ -61,7 +56,7 @@ def _code(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     another repository (transformers, `dynamic_module_utils.get_class_from_dynamic_module`).
     """
     table = config.get("auto_map")
-    if not isinstance(table, dict) or family.custom_code is not None or family.needs_own_code is not None:
+    if not isinstance(table, dict) or family.custom_code is not None or family.own_code_key is not None:
         return
     models = ("AutoConfig", "AutoModel")  # prefixes of model keys; others are for tokenizers and processors
     names = [value for key, value in table.items() if key.startswith(models) and isinstance(value, str)]
@@ -84,13 +79,21 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
             )
 
 
-def _rope_by_layers(config: Mapping[str, Any]) -> Iterator[str]:
+def rope_keys_without_place(rope: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the keys of `rope_parameters` that the class of transformers 4 has no key for."""
+    if family.rope_scaling_v4 is None:
+        return []
+    outside = ("rope_theta", "partial_rotary_factor", "rope_type", "original_max_position_embeddings")
+    return sorted(rope.keys() - {*outside, *family.rope_scaling_v4})
+
+
+def _rope_of_version_5(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     rope = config.get("rope_parameters")
     kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
-    if isinstance(rope, dict) and config.get("model_type") == "phi3" and not rope.keys() <= PHI3_ROPE:
+    if isinstance(rope, dict) and (lost := rope_keys_without_place(rope, family)):
         yield (
             "config.json scales the rotary embedding as transformers 5 writes it; version 4 has no keys for "
-            f"{' and '.join(sorted(rope.keys() - PHI3_ROPE))}, and would use its own defaults."
+            f"{' and '.join(lost)}, and would use its own defaults."
         )
     if kinds and "rope_theta" not in config:
         yield (

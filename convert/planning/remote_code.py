@@ -26,8 +26,8 @@ def find_code(checkpoint: Checkpoint, family: Family) -> Code | None:
     """
     if family.custom_code is not None:
         return _our_code(checkpoint, family.custom_code)
-    if family.needs_own_code is not None:
-        _check_own_code(checkpoint, family.needs_own_code)
+    if family.own_code_key is not None:
+        _check_own_code(checkpoint, family.own_code_key)
     return None
 
 
@@ -53,8 +53,8 @@ def _our_code(checkpoint: Checkpoint, code: CustomCode) -> Code:
     return Code({file.name: file for file in code.files}, settings)
 
 
-def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
-    """Raise CheckpointError unless the checkpoint's own code contains the config key `word`. The code is not run."""
+def _check_own_code(checkpoint: Checkpoint, key: str) -> None:
+    """Raise CheckpointError unless the checkpoint's own code mentions a config key. The code is not run."""
     model_type, auto_map = checkpoint.config["model_type"], checkpoint.config.get("auto_map")
     reason = f"transformers' class of {model_type!r} has no number of K/V heads, and the checkpoint"
     if not isinstance(auto_map, dict):
@@ -65,5 +65,5 @@ def _check_own_code(checkpoint: Checkpoint, word: str) -> None:
     if elsewhere:
         raise CheckpointError(f"{reason}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
     files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
-    if not any(word.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
-        raise CheckpointError(f"{reason}'s own code ({', '.join(files) or 'no file'}) does not know {word} either.")
+    if not any(key.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
+        raise CheckpointError(f"{reason}'s own code ({', '.join(files) or 'no file'}) does not know {key} either.")

@@ -109,8 +109,8 @@ def _check_norms(family: Family, prefix: str, tensors: Mapping[str, TensorInfo],
 
 def _prefixes(geometry: Geometry) -> list[str]:
     """Return the beginnings of the attention modules' tensor names, in the order of layers."""
-    stems = dict.fromkeys(stem for stem, _ in geometry.attention.present)
-    return [f"{stem}{module}." for stem in stems for module in geometry.attention.family.attention]
+    attention = geometry.attention
+    return [f"{prefix}{module}." for prefix in attention.layer_prefixes for module in attention.family.attention]
 
 
 def layer_merges(

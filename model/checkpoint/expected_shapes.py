@@ -7,7 +7,7 @@ Shape = tuple[int, ...]
 
 def expected_shapes(
     n_layers: int, vocab_size: int, hidden_size: int, n_mlp: int, n_q: int, n_kv: int, norms: Mapping[str, Shape]
-) -> dict[str, Shape]:  # fmt: skip
+) -> dict[str, Shape]:
     """Return the shape of every tensor, in Hugging Face's order.
 
     `n_q` and `n_kv`: rows of all query heads and of all K (or V) heads. `norms`: the norms inside a layer.

@@ -158,7 +158,7 @@ def refuse_adapter(folder: Path) -> None:
 
 def list_files(
     folder: Path, deep: bool = True, only: tuple[str, ...] = ("*",)
-) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:  # fmt: skip
+) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
     """Return the files to copy (by their name relative to the folder) and the names of the skipped files.
 
     Symlinks are followed if they lead into the folder, or, in a snapshot of the Hugging Face cache, to that model's

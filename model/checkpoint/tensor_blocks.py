@@ -79,7 +79,7 @@ def whole_rows(blocks: Sequence[TensorBlock], start: int, stop: int) -> Array:
 
 def rows_of_heads(
     stored_rows: Callable[[int, int], Array], heads: Sequence[int], head_dim: int, start: int, stop: int
-) -> Array:  # fmt: skip
+) -> Array:
     """Return rows `start:stop` of a tensor that consists of the given heads of the tensor behind `stored_rows`."""
     pieces = []
     for i in range(start // head_dim, -(-stop // head_dim)):

@@ -122,7 +122,7 @@ def sample(logits_BV: Tensor, temperature: float, top_p: float, generator: torch
 
 def show(
     folder: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, device: str
-) -> None:  # fmt: skip
+) -> None:
     """Print the continuation of a prompt while it is generated, then the speeds and the size of the KV cache."""
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
         raise CheckpointError("the prompt is not valid UTF-8; give it in the encoding of the terminal.")

@@ -33,7 +33,7 @@ class LatentAttention(nn.Module):
 
     def forward(
         self, x_BTM: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: LayerCache | None, start: int
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         shape = self.shape
         q_BTHQ = self.q_proj(x_BTM).view(*x_BTM.shape[:2], self.n_heads, shape.nope + shape.rope_dims)
         q_nope_BTHN, q_rope_BTHR = torch.split(q_BTHQ, [shape.nope, shape.rope_dims], dim=-1)
@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
 
     def _expanded(
         self, q_nope_BTHN: Tensor, q_rope_BTHR: Tensor, key_BS1R: Tensor, latent_BS1L: Tensor, mask: Mask
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attend with full keys and values, [B, T, H, D]."""
         shape, size = self.shape, self.shape.nope + self.shape.rope_dims
         heads_BSHU = self.kv_b_proj(latent_BS1L[:, :, 0]).view(*latent_BS1L.shape[:2], self.n_heads, -1)
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
 
     def _absorbed(
         self, q_nope_B1HN: Tensor, q_rope_B1HR: Tensor, key_BS1R: Tensor, latent_BS1L: Tensor, mask: Mask
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attend with one token on the latents, [B, 1, H, D]."""
         shape = self.shape
         up_HUL = self.kv_b_proj.weight.view(self.n_heads, shape.nope + shape.value, shape.usable)

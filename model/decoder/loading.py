@@ -217,7 +217,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _read_checked(
     checkpoint: Checkpoint, name: str, parameter: Tensor, dtype: torch.dtype | None, device: str
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Read a parameter's tensor. Raises CheckpointError if it is missing or of another shape."""
     tensor = read_tensor(checkpoint, name, dtype, device)
     _check_shape(checkpoint, name, tensor.shape, parameter)
@@ -234,7 +234,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], para
 
 def read_tensor(
     checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: str = "cpu", scalar: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Read a whole tensor. Raises CheckpointError as `check_readable` does."""
     shape = check_readable(checkpoint, name, scalar).shape
     n_rows = shape[0] if shape else 1

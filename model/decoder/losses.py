@@ -61,7 +61,7 @@ def _cross_entropy(labels_C1: Tensor, logits_CV: Tensor) -> Tensor:
 
 def chunked_loss(
     hidden_NM: Tensor, weight_VM: Tensor, has_target_N: Tensor, loss_and_gradient: LossAndGradient
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the float32 sum of a loss over the tokens where `has_target_N` is True. Logits are hidden · weightᵀ.
 
     Matrix products run in autocast's dtype, all other operations in float32.

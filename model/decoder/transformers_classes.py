@@ -122,7 +122,7 @@ def _check_loading() -> None:
 
 def load_state(
     model: Any, state: dict[str, Tensor], prefix: str, source: str, dtype: torch.dtype = torch.float32
-) -> None:  # fmt: skip
+) -> None:
     """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
 
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError

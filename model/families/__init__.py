@@ -15,7 +15,7 @@ __all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 """The families that `model.decoder` implements (`model.decoder.config.is_native`). transformers' classes run the
-others."""  # fmt: skip
+others."""
 
 _OWN_LAYOUT = (falcon.FAMILY, gpt_neox.FAMILY, gpt_neox.GQA_FAMILY, mpt.FAMILY, t5.FAMILY, t5.MT5_FAMILY, t5.GQA_FAMILY)
 _KNOWN: tuple[Family | Wrapper, ...] = (*STANDARD, *WRAPPERS, *_OWN_LAYOUT)
@@ -40,7 +40,7 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
     """Return the family that a `config.json` names. Raises CheckpointError for an unsupported one."""
     model_type = config.get("model_type")
     subject = f"model_type {model_type!r}" if model_type is not None else "config.json without model_type"
-    entry = _load(model_type, subject, "auto_map" in config)
+    entry = _find_entry(model_type, subject, "auto_map" in config)
     if isinstance(entry, Family):
         return FamilyMatch(entry.model_type, entry, config)
     text = config.get(entry.text_config)
@@ -50,14 +50,14 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
             "config; get the version of the model made for transformers."
         )
     inner_type = text.get("model_type", entry.default_text_type)
-    family = _load(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
+    family = _find_entry(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
     if not isinstance(family, Family):
         raise CheckpointError(f"{subject} around model_type {inner_type!r}, itself a wrapper, is not supported.")
     family = replace(family, prefix=entry.prefix, other_towers=entry.other_towers)
     return FamilyMatch(entry.model_type, family, text, entry.text_config)
 
 
-def _load(model_type: object, subject: str, has_code: bool) -> Family | Wrapper:
+def _find_entry(model_type: object, subject: str, has_code: bool) -> Family | Wrapper:
     """Return the entry of a model type. Raises CheckpointError, which begins with `subject`, if there is none.
 
     `has_code`: whether config.json names code of the checkpoint.

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from model.checkpoint.tensor import ROPE_BUFFER
+
 Assumed = Literal["n_heads", "refused"]
 """A config class's default for the number of K/V heads: the number of query heads, or an error."""
 
@@ -126,6 +128,8 @@ class Family:
     """The name of the embedding beside the layers; None if it is elsewhere."""
     final_norm: str | None = "norm"
     """The name of the norm after the last layer, beside the layers. A class whose norms have no weights has none."""
+    output_head: str = "lm_head"
+    """The name of the output head, outside the decoder."""
     elsewhere: tuple[tuple[str, ...], ...] = ()
     """Tensors that a model needs outside its decoder. Of each tuple it needs one: formats choose between tied ones."""
     other_towers: str | None = None
@@ -161,6 +165,13 @@ class Family:
     alibi: str | None = None
     """The setting that, if true, turns ALiBi on: instead of rotary embedding, each query head has a bias of its own by
     distance."""
+    alibi_table_length: str | None = None
+    """The setting with the number of positions for which the class makes a table of ALiBi's biases. A shorter text uses
+    the last columns of the table."""
+    rope_scaling_v4: tuple[str, ...] | None = None
+    """The keys of `rope_scaling` that the class reads in transformers 4, which refuses others; None if it takes all."""
+    ignores_tokenizer_class: bool = False
+    """Whether transformers uses the tokenizer's file as it is, whatever class `tokenizer_config.json` names."""
     not_per_head: tuple[str, ...] = ()
     """Further parts that do not depend on the number of heads, and are copied."""
     joins_experts: bool = False
@@ -178,9 +189,14 @@ class Family:
     only_multi_query: bool = False
     """Whether the class supports only MHA and MQA, and no number of K/V heads between."""
     custom_code: CustomCode | None = None
-    needs_own_code: str | None = None
-    """A word that the checkpoint's own code must contain, which shows that it supports GQA. For families whose stock
-    class does not."""
+    own_code_key: str | None = None
+    """The config key that the checkpoint's own code must mention, which shows that it supports GQA. For families whose
+    stock class does not."""
+
+    @property
+    def headless_parts(self) -> tuple[str, ...]:
+        """Parts of an attention module that do not depend on the number of heads."""
+        return (*self.not_per_head, ROPE_BUFFER)
 
     @property
     def stock_class_supports_gqa(self) -> bool:

@@ -26,6 +26,7 @@ FAMILY = Family(
     prefix=r"(?:gpt_neox\.)?",
     embedding="embed_in",
     final_norm="final_layer_norm",
+    output_head="embed_out",
     attention=("attention",),
     output="dense",
     fused="query_key_value",

@@ -26,9 +26,10 @@ FAMILY = Family(
         values={"multihead_attention": "n_heads", "multiquery_attention": 1, "grouped_query_attention": None},
         merged="grouped_query_attention",
     ),
-    needs_own_code="kv_n_heads",
+    own_code_key="kv_n_heads",
     rotary_fraction=None,
     alibi="attn_config.alibi",
+    alibi_table_length="max_seq_len",
     class_ignores={
         "attn_config.alibi": (None, True),
         "attn_config.rope": (None, False),

@@ -124,6 +124,7 @@ STANDARD = (
             "num_hidden_layers": 32,
             "max_position_embeddings": 131072,
         },
+        ignores_tokenizer_class=True,
     ),
     # Mixtral: Mistral's attention; the experts are copied.
     Family("mixtral", default_n_kv_heads=8, null_n_kv_heads="refused", joins_experts=True),
@@ -165,6 +166,7 @@ STANDARD = (
         "phi3",
         fused="qkv_proj",
         partial_rotary=True,
+        rope_scaling_v4=("type", "short_factor", "long_factor"),
         refused={
             "rope_scaling.type": (
                 "su",

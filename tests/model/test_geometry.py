@@ -111,7 +111,7 @@ def test_a_layer_without_one_of_its_tensors_is_refused(tmp_path, family):
     """Its class would fill it with random numbers."""
     folder = tiny.save(tiny.build(family), tmp_path / "m")
     whole = tiny.tensors(folder)
-    prefix = geometry_of(folder).attention.present[-1][0]
+    prefix = geometry_of(folder).attention.layer_prefixes[-1]
     layer = [name for name in whole if name.startswith(prefix)]
     assert len(layer) > 5
     for missing in layer:

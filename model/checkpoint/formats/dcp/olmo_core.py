@@ -55,7 +55,7 @@ def is_olmo_core(config: Mapping[str, Any]) -> bool:
 
 def olmo2_config(
     path: Path, run: Mapping[str, Any], tensors: Iterable[TensorInfo]
-) -> tuple[dict[str, Any], tuple[str, ...]]:  # fmt: skip
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the Hugging Face config of a run's model, and notes for the user.
 
     Raises CheckpointError if the meaning of any setting is unknown.

@@ -101,7 +101,7 @@ def _map(path: Path, name: str) -> Array:
 
 def _assemble(
     path: Path, name: str, entry: Entry, files: Mapping[str, Array]
-) -> tuple[tuple[TensorBlock, ...], Span | None]:  # fmt: skip
+) -> tuple[tuple[TensorBlock, ...], Span | None]:
     """Return the blocks of a tensor, and the range of its bytes if that is contiguous."""
     pieces = []
     for chunk in entry.chunks:

@@ -79,7 +79,7 @@ def own_names(
 
 def renamed(
     path: Path, entries: Mapping[str, Entry], framework: FrameworkNames | None, config: Mapping[str, Any]
-) -> dict[str, ModelTensor]:  # fmt: skip
+) -> dict[str, ModelTensor]:
     """Return the model's tensors under their Hugging Face names.
 
     Tensors with a framework's names must be exactly those that the config describes. Raises CheckpointError otherwise.

@@ -73,7 +73,7 @@ class ArchitectureKeys:
 
 def build_config(
     keys: ArchitectureKeys, tensors: Mapping[str, TensorInfo], rope_factors: Array | None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return config.json. `rope_factors`: those of the rotary frequencies, if the file has a tensor of them."""
     n_heads, hidden_size = keys.integer("attention.head_count"), keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden_size // n_heads)
