@@ -81,17 +81,17 @@ def estimates(common: tuple[object, ...]) -> dict[str, float]:
 
 def estimated(*arguments: object) -> float:
     """Return the estimate of --dry-run for a layer, in processor time."""
-    estimates: list[float] = []
+    seconds: list[float] = []
     original = estimate.calibration_seconds
 
     def kept(checkpoint: Checkpoint, plan: MergePlan) -> float:
-        estimates.append(original(checkpoint, plan) / len(plan.conversions))
-        return estimates[-1]
+            seconds.append(original(checkpoint, plan) / len(plan.conversions))
+            return seconds[-1]
 
     clock = mock.patch.object(time, "perf_counter", time.process_time)
     with clock, mock.patch.object(estimate, "calibration_seconds", kept):
         convert(*arguments, "--dry-run")
-    return estimates[0]
+    return seconds[0]
 
 
 def main() -> None:

@@ -96,8 +96,8 @@ def documents() -> Iterator[tuple[str, list[str]]]:
         ("access log", 10, access_log), ("service log", 10, service_log), ("fixed-width table", 10, fixed_width),
         ("recipe", 4, recipe_json), ("calendar", 5, calendar), ("changelog", 6, changelog), ("diff", 8, diff),
     )  # fmt: skip
-    for number, (name, count, make) in enumerate(makers):
-        yield name, [make(random.Random(f"{name} {index}")) for index in range(count + 0 * number)]
+    for name, count, make in makers:
+        yield name, [make(random.Random(f"{name} {index}")) for index in range(count)]
 
 
 def _day(rng: random.Random) -> date:

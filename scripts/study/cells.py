@@ -13,6 +13,7 @@ from scripts.study.results import (
     at,
     at_best_setting,
     by_setting,
+    is_parent,
     losses,
     setting_of,
     stage_of,
@@ -43,6 +44,21 @@ def by_loss(stage: StageKey) -> tuple[str, float]:
 
 def kv_heads(n: int) -> str:
     return f"{n} K/V head{'s' * (n > 1)}"
+
+
+def merged_heads(lines: list[Result]) -> list[int]:
+    """Return the numbers of K/V heads of the models that are not the parent, from many to few."""
+    return sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+
+
+def parents_heads(lines: list[Result]) -> int:
+    """Return the number of K/V heads of the parent."""
+    return int(next(line["groups"] for line in lines if is_parent(line)))
+
+
+def model_name(arm: str, stage: StageKey) -> str:
+    """Return the name of an arm after an uptraining, or right after conversion."""
+    return arm if stage == START else f"{arm}; {name_of(stage)}"
 
 
 def name_of(stage: StageKey) -> str:

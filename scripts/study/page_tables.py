@@ -11,8 +11,11 @@ from scripts.study.cells import (
     by_loss,
     kv_heads,
     markdown,
+    merged_heads,
+    model_name,
     models,
     name_of,
+    parents_heads,
     show,
     uptrained,
 )
@@ -43,8 +46,7 @@ FAR = 20
 
 def by_heads(lines: list[Result]) -> str:
     """Return one table for all numbers of K/V heads: of each model its loss and its share of mean's gap."""
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
-    before = next(line["groups"] for line in lines if is_parent(line))
+    heads, before = merged_heads(lines), parents_heads(lines)
     rows = []
     for arm, stage in models([line for line in lines if not is_parent(line)]):
         cells = []
@@ -52,7 +54,7 @@ def by_heads(lines: list[Result]) -> str:
             own = at(lines, arm, stage, groups)
             left = shares(own, [line for line in lines if line["groups"] == groups])
             cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:z.1%}')}" if own else "–")
-        rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
+        rows.append([model_name(arm, stage), *cells])
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
@@ -61,15 +63,14 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
 
     Compute is a share of the recipe's. A cell has the KL divergence from the parent, and the agreement with it.
     """
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
-    before = next(line["groups"] for line in lines if is_parent(line))
+    heads, before = merged_heads(lines), parents_heads(lines)
     papers = forward_passes(at(lines, *PAPERS)[0])
     rows = []
     for arm, stage in names:
         by_groups = [at(lines, arm, stage, groups) for groups in heads]
-        name = arm if stage == START else f"{arm}; {name_of(stage)}"
         cells = (f"{show(of_seeds(x, 'kl'), '{:.3f}')}; {show(of_seeds(x, 'agreement'), '{:.1%}')}" for x in by_groups)
-        rows.append([name, f"{forward_passes(by_groups[0][0]) / papers:.1%}", *cells])
+        compute = f"{forward_passes(by_groups[0][0]) / papers:.1%}"
+        rows.append([model_name(arm, stage), compute, *cells])
     return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
@@ -99,7 +100,7 @@ def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trai
 
     A cell has both: up to position `trained` from half of it on, and up to twice as many.
     """
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    heads = merged_heads(lines)
     rows = []
     for arm, stage in names:
         cells = []
@@ -111,7 +112,7 @@ def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trai
                 for end in (trained, 2 * trained)
             ]
             cells.append("; ".join(show(span, "{:+.3f}") for span in spans))
-        rows.append([arm if stage == START else f"{arm}; {name_of(stage)}", *cells])
+        rows.append([model_name(arm, stage), *cells])
     return markdown(["arm", *map(kv_heads, heads)], rows)
 
 
@@ -296,9 +297,9 @@ def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
     n_parents = len(losses(lines))
     converted = [line for line in lines if not is_parent(line)]
     arms, rows = unique(line["arm"] for line in converted), []
-    models = unique((line["arm"], stage_of(line), line["trainable"]) for line in converted)
+    variants = unique((line["arm"], stage_of(line), line["trainable"]) for line in converted)
     fewer = set()
-    for arm, stage, part in sorted(models, key=lambda model: (arms.index(model[0]), *by_loss(model[1]))):
+    for arm, stage, part in sorted(variants, key=lambda variant: (arms.index(variant[0]), *by_loss(variant[1]))):
         own = [x for x in converted if (x["arm"], stage_of(x), x["trainable"]) == (arm, stage, part)]
         cells = []
         for groups in sorted(cached):
@@ -320,8 +321,8 @@ def by_parent(lines: list[Result]) -> str:
     """
     (uptraining,) = {stage_of(line) for line in lines if line["alpha"]}
     headings = [f"{arm}{after}" for after in ("", f", α {uptraining[0]:g}") for arm in ("mean", "default")]
-    rows = []
-    for groups in sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True):
+    rows, before = [], parents_heads(lines)
+    for groups in merged_heads(lines):
         for parent in unique(line["parent"] for line in lines):
             own = [line for line in lines if line["parent"] == parent and line["groups"] == groups]
             if not own:
@@ -331,7 +332,6 @@ def by_parent(lines: list[Result]) -> str:
                 merged = at(own, arm, stage)
                 left = f" ({show(shares(merged, own), '{:.1%}')})" if (arm, stage) != ("mean", START) and merged else ""
                 cells.append(show(losses(merged)) + left if merged else "–")
-            before = next(line["groups"] for line in lines if is_parent(line))
             rows.append([parent, f"{before} → {groups}", show(of_seeds(own, "parent_loss")), *cells])
     return markdown(["family", "K/V heads", "parent", *headings], rows)
 
@@ -342,20 +342,20 @@ def text_kinds_by_parent(lines: list[Result]) -> str:
     A cell has one share for each number of K/V heads, from many to few. Kinds of which a parent knows too little are
     left out (`KNOWN`): there the mean can be better than the parent, and a share of its gap says nothing.
     """
-    heads = sorted({line["groups"] for line in lines if not is_parent(line)}, reverse=True)
+    heads = merged_heads(lines)
     shares_of = {}
     for parent in unique(line["parent"] for line in lines):
         own = [line for line in lines if line["parent"] == parent]
         by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
         shares_of[parent] = [shares_by_text_kind("default", merged) for merged in by_groups]
     of_parents = [line["text_kinds"] for line in lines if is_parent(line)]
-    kinds = [kind for kind in of_parents[0] if max(losses[kind] for losses in of_parents) < KNOWN]
+    kinds = [kind for kind in of_parents[0] if max(by_kind[kind] for by_kind in of_parents) < KNOWN]
     rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
     for name, of_all in (("average", statistics.mean), ("worst", max)):
         summary = ([of_all(left[kind] for kind in kinds) for left in each] for each in shares_of.values())
         rows.append([name, *map(_shares, summary)])
-    before = next(line["groups"] for line in lines if is_parent(line))
-    return markdown([f"{before} → {' / '.join(map(str, heads))} heads", *shares_of], rows)
+    merges = f"{parents_heads(lines)} → {' / '.join(map(str, heads))} heads"
+    return markdown([merges, *shares_of], rows)
 
 
 def _shares(left: Iterable[float]) -> str:
@@ -384,9 +384,9 @@ def savings(lines: list[Result], best: str) -> str:
         line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
     ]
     for name, own_stage in sorted(models(distilled), key=lambda model: model[0] == best):
-        by_heads = [at(lines, name, own_stage, n) for n in heads]
-        (tokens,) = {line["tokens"] for own in by_heads for line in own}
-        first = next(line for own in by_heads for line in own)
+        own_by_heads = [at(lines, name, own_stage, n) for n in heads]
+        (tokens,) = {line["tokens"] for own in own_by_heads for line in own}
+        first = next(line for own in own_by_heads for line in own)
         calibration = calibration_tokens(first)
         compute = forward_passes(first)
         shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
@@ -395,7 +395,7 @@ def savings(lines: list[Result], best: str) -> str:
         part = "" if first["trainable"] in (None, "all") else f"{first['trainable']}, "
         label = f"{name}, {f'{name_of(own_stage)}, {part}{batch:,} a step' if batch else 'no training'}"
         rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
-                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in by_heads)])  # fmt: skip
+                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in own_by_heads)])  # fmt: skip
     headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
     return markdown(headings, rows)
 

@@ -144,9 +144,9 @@ def kinds(lines: list[Result]) -> str:
     rows: list[list[str]] = []
     names = list(lines[0]["behaviour"]["parents_loss_by_kind"])
     for arm, stage in models(lines):
-        of_seeds = [line["behaviour"] for line in at(lines, arm, stage)]
-        parents = [statistics.mean(b["parents_loss_by_kind"][name] for b in of_seeds) for name in names]
-        own = [statistics.mean(b["loss_by_kind"][name] for b in of_seeds) for name in names]
+        measured = [line["behaviour"] for line in at(lines, arm, stage)]
+        parents = [statistics.mean(b["parents_loss_by_kind"][name] for b in measured) for name in names]
+        own = [statistics.mean(b["loss_by_kind"][name] for b in measured) for name in names]
         if is_parent(at(lines, arm, stage)[0]) and stage == START:
             rows.insert(0, [arm, name_of(stage), *(f"{x:.3f}" for x in own)])
         else:
@@ -163,20 +163,22 @@ def text_kinds(lines: list[Result]) -> str:
     by_arm = {line["arm"]: line["text_kinds"] for line in lines}
     parent, mean = by_arm["parent"], by_arm["mean"]
     own = {arm: arm.rsplit(" ", 1) for arm in by_arm if arm.rsplit(" ", 1)[0] in parent}
-    columns: dict[str, Result] = {arm: losses for arm, losses in by_arm.items() if arm not in ("parent", "mean", *own)}
+    columns: dict[str, Result] = {
+        arm: by_kind for arm, by_kind in by_arm.items() if arm not in ("parent", "mean", *own)
+    }
     for arm, (text_kind, tokens) in own.items():
         columns.setdefault(f"own {tokens}", {})[text_kind] = by_arm[arm][text_kind]
-    left = {name: left_by_text_kind(losses, lines) for name, losses in columns.items()}
+    left = {name: left_by_text_kind(by_kind, lines) for name, by_kind in columns.items()}
     rows = [
         [
             r,
             f"{parent[r]:.3f}",
             f"{mean[r]:.3f}",
-            *(f"{shares[r]:.1%}" if r in shares else "–" for shares in left.values()),
+            *(f"{left_by_kind[r]:.1%}" if r in left_by_kind else "–" for left_by_kind in left.values()),
         ]
         for r in parent
     ]
-    rows.append(["worst", "", "", *(f"{max(shares.values()):.1%}" for shares in left.values())])
+    rows.append(["worst", "", "", *(f"{max(left_by_kind.values()):.1%}" for left_by_kind in left.values())])
     return markdown(["held-out texts", "parent", "mean", *columns], rows)
 
 

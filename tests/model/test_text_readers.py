@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import sys
 import tracemalloc
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_jsonl_zst(tmp_path):
 
 
 def test_jsonl_zst_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     with pytest.raises(InputError, match=r"needs the zstandard package: pip install zstandard"):
         read_all("jsonl", tmp_path / "a.jsonl.zst")

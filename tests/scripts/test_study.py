@@ -24,7 +24,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert.cli import cli
-from scripts.study import arms, plan, prepare, programs, run, table
+from scripts.study import plan, prepare, programs, run
 from scripts.study.repeat_heads import repeat_heads
 
 STUDY = Path(__file__).parents[2] / "scripts/study"
@@ -34,14 +34,8 @@ MEASURES = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "tar
 
 
 @pytest.fixture
-def study():
-    return arms, plan, prepare, programs, run, table
-
-
-@pytest.fixture
-def stand_in(study, monkeypatch):
+def stand_in(monkeypatch):
     """Stand in for the programs: folders appear, losses are made up, and the commands are kept."""
-    _, _, prepare, programs, _, _ = study
     calls = []
 
     def write_config(workspace):
@@ -80,8 +74,8 @@ def stand_in(study, monkeypatch):
     return calls
 
 
-def start(study, *arguments):
-    return CliRunner().invoke(study[4].main, list(map(str, arguments)))
+def start(*arguments):
+    return CliRunner().invoke(run.main, list(map(str, arguments)))
 
 
 def read(work, plan="smoke"):
@@ -93,8 +87,7 @@ def figures(lines):
 
 
 @pytest.mark.parametrize("path", sorted((STUDY / "plans").glob("*.toml")), ids=lambda path: path.stem)
-def test_plans_can_be_read(study, path):
-    _, plan, prepare, _, _, _ = study
+def test_plans_can_be_read(path):
     parsed = plan.read_plan(path)
     assert parsed.name == path.stem
     workspace = prepare.Workspace(parsed, Path("work"), None)
@@ -102,8 +95,7 @@ def test_plans_can_be_read(study, path):
     assert (Path("work") / parsed.home / "train" in steps) == bool(parsed.parent.seeds)
 
 
-def test_plan_takes_the_parents_of_another(study):
-    _, plan, prepare, _, _, _ = study
+def test_plan_takes_the_parents_of_another():
     workspace = prepare.Workspace(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
     assert workspace.parent(2) == Path("work/merges/parent-2-hf")
     assert workspace.results == Path("work/paper/results.jsonl")
@@ -112,8 +104,7 @@ def test_plan_takes_the_parents_of_another(study):
     assert (fewer.home, fewer.parent.seeds) == ("longer", (0,)), "seeds of its own"
 
 
-def test_control_is_not_distilled_from_itself(study):
-    _, plan, _, _, _, _ = study
+def test_control_is_not_distilled_from_itself():
     arms = plan.arms_of(plan.read_plan(plan.find_plan("short")), None)
     (control,), others = ([arm for arm in arms if (arm.convert is None) == alone] for alone in (True, False))
     assert [stage.loss for stage in control.uptrain] == ["next-token"]
@@ -133,53 +124,53 @@ def test_control_is_not_distilled_from_itself(study):
         ("seq_len = 64", 'seq_len = 64\nparents_of = "other"', "that of the plan in parents_of"),
     ],
 )
-def test_bad_plan_is_refused(study, tmp_path, old, new, said):
+def test_bad_plan_is_refused(tmp_path, old, new, said):
     path = tmp_path / "bad.toml"
     path.write_text(SMOKE.read_text().replace(old, new, 1))
     with pytest.raises(click.ClickException, match=said) as error:
-        study[1].read_plan(path)
+        plan.read_plan(path)
     assert error.value.exit_code == 2
     assert "\n" not in error.value.message
 
 
-def test_unknown_plan_is_refused(study):
-    result = start(study, "--plan", "nothing")
+def test_unknown_plan_is_refused():
+    result = start("--plan", "nothing")
     known = ", ".join(sorted(path.stem for path in (STUDY / "plans").glob("*.toml")))
     assert (result.exit_code, f"one of the plans: {known}." in result.output) == (2, True)
 
 
-def test_finished_work_is_not_repeated(study, stand_in, tmp_path):
-    assert "parent-s0-fit-refit-g2: 3 to" in start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+def test_finished_work_is_not_repeated(stand_in, tmp_path):
+    assert "parent-s0-fit-refit-g2: 3 to" in start("--plan", "smoke", "--work", tmp_path, "--dry-run").output
     assert not stand_in, "a dry run does nothing"
-    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert start("--plan", "smoke", "--work", tmp_path).exit_code == 0
     assert figures(read(tmp_path)) == FIGURES
     assert not list((tmp_path / "smoke/arms").iterdir())
     stand_in.clear()
-    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+    assert start("--plan", "smoke", "--work", tmp_path).exit_code == 0
     assert (stand_in, figures(read(tmp_path))) == ([], FIGURES)
-    assert not start(study, "--plan", "smoke", "--work", tmp_path, "--dry-run").output
+    assert not start("--plan", "smoke", "--work", tmp_path, "--dry-run").output
 
 
-def test_only_what_is_missing_is_done(study, stand_in, tmp_path):
-    start(study, "--plan", "smoke", "--work", tmp_path)
+def test_only_what_is_missing_is_done(stand_in, tmp_path):
+    start("--plan", "smoke", "--work", tmp_path)
     results = tmp_path / "smoke/results.jsonl"
     results.write_text("".join(results.read_text().splitlines(keepends=True)[:3]))
     left = tmp_path / "smoke/arms/parent-s0-fit-refit-g2/run"
     left.mkdir(parents=True)  # what a kill leaves
     stand_in.clear()
-    start(study, "--plan", "smoke", "--work", tmp_path)
+    start("--plan", "smoke", "--work", tmp_path)
     assert [words[1] for words in stand_in] == ["mha-to-gqa", "run", "evaluate"]
     assert figures(read(tmp_path)) == FIGURES
     assert not left.exists()
 
 
-def test_arm_with_other_arguments_is_another(study, stand_in, tmp_path):
+def test_arm_with_other_arguments_is_another(stand_in, tmp_path):
     path = tmp_path / "smoke.toml"
     path.write_text(SMOKE.read_text())
-    start(study, "--plan", path, "--work", tmp_path)
+    start("--plan", path, "--work", tmp_path)
     path.write_text(SMOKE.read_text().replace('"2048"]', '"1024"]'))
     stand_in.clear()
-    start(study, "--plan", path, "--work", tmp_path)
+    start("--plan", path, "--work", tmp_path)
     assert [words[1] for words in stand_in] == ["mha-to-gqa", "evaluate", "run", "run"]
     assert stand_in[0][-4:-2] == ["--calibration-tokens", "1024"]
 
@@ -193,10 +184,10 @@ uptrain = [{ alpha = 0.1, loss = "distill", lr = 1e-3, trainable = "attention" }
 """
 
 
-def test_latent_attention_is_measured_beside_heads_of_the_same_cache(study, stand_in, tmp_path):
+def test_latent_attention_is_measured_beside_heads_of_the_same_cache(stand_in, tmp_path):
     path = tmp_path / "smoke.toml"
     path.write_text(SMOKE.read_text() + LATENT)
-    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert start("--plan", path, "--work", tmp_path).exit_code == 0
     lines = [line for line in read(tmp_path) if line["arm"] == "latent"]
     assert [(line["groups"], line["latent"], line["trainable"]) for line in lines] == [
         (2, [48, 16], None), (2, [48, 16], "attention"), (1, [16, 16], None), (1, [16, 16], "attention"),
@@ -206,51 +197,51 @@ def test_latent_attention_is_measured_beside_heads_of_the_same_cache(study, stan
     assert first[4:] == ["--latent", "48", "--rope", "16", "--calibration", "none", "--overwrite", "--json"]
     assert second[4:8] == ["--latent", "16", "--rope", "16"]
     stand_in.clear()
-    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert start("--plan", path, "--work", tmp_path).exit_code == 0
     assert not stand_in
     path.write_text(SMOKE.read_text() + LATENT.replace("[48, 16]", "[32, 32]"))
-    start(study, "--plan", path, "--work", tmp_path)
+    start("--plan", path, "--work", tmp_path)
     assert [words[1] for words in stand_in] == ["mha-to-mla", "evaluate", "run"]
 
 
-def test_latent_attention_of_an_outside_parent_has_sizes_of_its_own(study, tmp_path):
-    plan = study[1].read_plan(study[1].find_plan("latent_smollm2"))
-    (outside,) = plan.outside
-    assert [(arm.groups, arm.latent) for arm in study[1].arms_of(plan, outside)] == [((1,), ((64, 64),))] * 4
+def test_latent_attention_of_an_outside_parent_has_sizes_of_its_own(tmp_path):
+    shipped = plan.read_plan(plan.find_plan("latent_smollm2"))
+    (outside,) = shipped.outside
+    assert [(arm.groups, arm.latent) for arm in plan.arms_of(shipped, outside)] == [((1,), ((64, 64),))] * 4
     path = tmp_path / "smoke.toml"
     more = '[[outside]]\nname = "other"\nmodel = "/m"\ngroups = [2, 1]\nseq_len = 64\n'
     path.write_text(SMOKE.read_text() + LATENT + more)
-    plan = study[1].read_plan(path)
-    assert "latent" not in {arm.name for arm in study[1].arms_of(plan, plan.outside[0])}
+    without = plan.read_plan(path)
+    assert "latent" not in {arm.name for arm in plan.arms_of(without, without.outside[0])}
     for sizes in ("[[8, 8]]", "[[8, 8], [8, 8]]"):
         path.write_text(SMOKE.read_text() + LATENT + more + f"latent = {sizes}\n")
         with pytest.raises(click.ClickException, match="other must have a size in latent for each of groups"):
-            study[1].read_plan(path)
+            plan.read_plan(path)
 
 
 @pytest.mark.parametrize("sizes", ["[48, 8]", "[48, 16], [32, 32]"])
-def test_latent_sizes_without_heads_of_the_same_cache_are_refused(study, tmp_path, sizes):
+def test_latent_sizes_without_heads_of_the_same_cache_are_refused(tmp_path, sizes):
     path = tmp_path / "bad.toml"
     path.write_text(SMOKE.read_text() + LATENT.replace("[48, 16], [16, 16]", sizes))
     with pytest.raises(click.ClickException, match="in latent must cache different multiples of 32") as error:
-        study[1].read_plan(path)
+        plan.read_plan(path)
     assert error.value.exit_code == 2
 
 
-def test_parent_that_was_stopped_is_resumed(study, stand_in, tmp_path):
-    run = tmp_path / "smoke/parent-0"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text("{}")
-    (run / "run_state.json").write_text('{"status": "preempted", "step": 3, "reason": "signal 15"}')
-    result = start(study, "--plan", "smoke", "--work", tmp_path)
+def test_parent_that_was_stopped_is_resumed(stand_in, tmp_path):
+    parent = tmp_path / "smoke/parent-0"
+    parent.mkdir(parents=True)
+    (parent / "run.json").write_text("{}")
+    (parent / "run_state.json").write_text('{"status": "preempted", "step": 3, "reason": "signal 15"}')
+    result = start("--plan", "smoke", "--work", tmp_path)
     assert result.exit_code == 1
-    assert f"failed: {run} stopped at step 3: signal 15." in result.output
-    assert ["uptrain", "resume", str(run)] in stand_in
+    assert f"failed: {parent} stopped at step 3: signal 15." in result.output
+    assert ["uptrain", "resume", str(parent)] in stand_in
 
 
-def test_models_from_nothing(study, stand_in, tmp_path):
+def test_models_from_nothing(stand_in, tmp_path):
     """They are trained as the parent is, with fewer K/V heads, and measured as a start."""
-    start(study, "--plan", "smoke", "--work", tmp_path)
+    start("--plan", "smoke", "--work", tmp_path)
     home = tmp_path / "smoke"
     parent, fewer = (next(w for w in stand_in if w[-1] == str(home / f"parent-0{name}")) for name in ("", "-g2"))
     changed = {str(home / name): str(home / f"{name}-g2") for name in ("init", "parent-0")}
@@ -272,15 +263,15 @@ name = "mean"
 """
 
 
-def test_parents_of_several_families(study, stand_in, tmp_path):
+def test_parents_of_several_families(stand_in, tmp_path):
     """Each is trained on the same data from a config of its own, and has the plan's arms, under its name."""
     path = tmp_path / "smoke.toml"
     text = SMOKE.read_text().replace('[[arms]]\nname = "mean"\n', FAMILIES, 1)
     path.write_text(text)
     with pytest.raises(click.ClickException, match="cannot go with from_nothing"):
-        study[1].read_plan(path)
+        plan.read_plan(path)
     path.write_text(text.replace('[[arms]]\nname = "from nothing"\nfrom_nothing = true\n', ""))
-    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert start("--plan", path, "--work", tmp_path).exit_code == 0
     home = tmp_path / "smoke"
     trained = {words[-1]: words for words in stand_in if "--init" in words}
     assert list(trained) == [str(home / "parent-0-qwen3"), str(home / "parent-0-phi")]
@@ -292,22 +283,22 @@ def test_parents_of_several_families(study, stand_in, tmp_path):
     assert converted == [(str(home / f"parent-0-{name}-hf"), f"{name}-s0-{arm}-g2") for name, arm in arms]
     assert {line["parent"] for line in read(tmp_path)} == {"qwen3", "phi"}
     stand_in.clear()
-    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert start("--plan", path, "--work", tmp_path).exit_code == 0
     assert not stand_in
     path.write_text(path.read_text().replace("hidden_size = 96", "hidden_size = 128"))
-    assert "another parent" in start(study, "--plan", path, "--work", tmp_path).output
+    assert "another parent" in start("--plan", path, "--work", tmp_path).output
 
 
-def test_parents_are_evaluated_on_text_kinds(study, stand_in, tmp_path, monkeypatch):
+def test_parents_are_evaluated_on_text_kinds(stand_in, tmp_path, monkeypatch):
     """In windows of the plan's length, on texts whose chats were rendered once for them."""
     path, rendered = tmp_path / "smoke.toml", []
     path.write_text("text_kind_windows = 3\n" + SMOKE.read_text())
-    monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: rendered.append((model, out)))
+    monkeypatch.setattr(prepare, "render_text_kinds", lambda workspace, model, out: rendered.append((model, out)))
     arguments = ("--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
-    unfinished = start(study, *arguments)
+    unfinished = start(*arguments)
     assert (unfinished.exit_code, "has no text_kinds.json" in unfinished.output) == (2, True)
     (tmp_path / "text_kinds.json").write_text("{}")
-    assert start(study, *arguments).exit_code == 0
+    assert start(*arguments).exit_code == 0
     home = tmp_path / "smoke"
     assert rendered == [(home / "init", home / "text_kinds")]
     measured = [words for words in stand_in if words[0] == "scripts.study.on_text_kinds"]
@@ -317,12 +308,12 @@ def test_parents_are_evaluated_on_text_kinds(study, stand_in, tmp_path, monkeypa
     (home / "text_kinds").mkdir()
     shutil.copy(tmp_path / "text_kinds.json", home / "text_kinds")
     stand_in.clear()
-    assert start(study, *arguments).exit_code == 0 and not stand_in
+    assert start(*arguments).exit_code == 0 and not stand_in
     (tmp_path / "text_kinds.json").write_text('{"prose": {}}')
-    assert "was made from other texts" in start(study, *arguments).output
+    assert "was made from other texts" in start(*arguments).output
 
 
-def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, monkeypatch):
+def test_an_outside_parent_is_trained_on_text_kinds(stand_in, tmp_path, monkeypatch):
     """On all of each kind, and evaluated on as many tokens of each; the losses along the way are recorded."""
     path = tmp_path / "mixed.toml"
     mixed = [
@@ -332,12 +323,12 @@ def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, m
     ]  # fmt: skip
     smoke = SMOKE.read_text().replace("[parent]\n", "[parent]\nseeds = []\n")
     path.write_text("\n".join([*mixed[:1], smoke, *mixed[1:]]) + "\n")
-    monkeypatch.setattr(study[2], "render_text_kinds", lambda workspace, model, out: out.mkdir())
-    refused = start(study, "--plan", path, "--work", tmp_path)
+    monkeypatch.setattr(prepare, "render_text_kinds", lambda workspace, model, out: out.mkdir())
+    refused = start("--plan", path, "--work", tmp_path)
     assert (refused.exit_code, "--text-kinds" in refused.output) == (2, True)
     (tmp_path / "text_kinds.json").write_text("{}")
-    monkeypatch.setattr(study[2], "same_content", lambda path, other: True)  # what render_text_kinds copies
-    finished = start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
+    monkeypatch.setattr(prepare, "same_content", lambda path, other: True)  # what render_text_kinds copies
+    finished = start("--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
     assert finished.exit_code == 0, finished.output
     folder = tmp_path / "mixed/mixed"
     prepared = {Path(words[words.index("--out") + 1]).name: words for words in stand_in if words[1] == "prepare"}
@@ -350,36 +341,35 @@ def test_an_outside_parent_is_trained_on_text_kinds(study, stand_in, tmp_path, m
     curves = [line["curve"] for line in read(tmp_path, "mixed") if line["alpha"]]
     assert curves == [[{"step": 3, **MEASURES}]] * len(curves) and curves
     path.write_text(path.read_text().replace("windows = 6", "windows = 4"))
-    other = start(study, "--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
+    other = start("--plan", path, "--work", tmp_path, "--text-kinds", tmp_path)
     assert (other.exit_code, f"{folder} was made with another windows" in other.output) == (2, True)
 
 
-def test_a_measure_that_a_plan_asks_for_later(study, stand_in, tmp_path):
+def test_a_measure_that_a_plan_asks_for_later(stand_in, tmp_path):
     """Lines that lack it are measured again, the others are not."""
     path = tmp_path / "smoke.toml"
     path.write_text(SMOKE.read_text().replace("behaviour = true", "behaviour = false"))
     arguments = ("--plan", path, "--work", tmp_path)
-    assert start(study, *arguments).exit_code == 0
+    assert start(*arguments).exit_code == 0
     n_lines = len(read(tmp_path))
     path.write_text(SMOKE.read_text())
     for _ in range(2):
-        assert start(study, *arguments).exit_code == 0
+        assert start(*arguments).exit_code == 0
         lines = read(tmp_path)
         assert len(lines) == 2 * n_lines and all("behaviour" in line for line in lines[n_lines:])
 
 
-def test_lists_are_tried_in_all_combinations(study, tmp_path):
+def test_lists_are_tried_in_all_combinations(tmp_path):
     path = tmp_path / "sweep.toml"
     path.write_text(SMOKE.read_text().replace("lr = 1e-3", 'lr = [1e-3, 2e-3], schedule = ["wsd", "cosine"]', 1))
-    _, arm, _ = study[1].read_plan(path).arms
+    _, arm, _ = plan.read_plan(path).arms
     assert [(stage.loss, stage.lr, stage.schedule) for stage in arm.uptrain] == [
         ("next-token", 1e-3, "wsd"), ("next-token", 1e-3, "cosine"), ("next-token", 2e-3, "wsd"),
         ("next-token", 2e-3, "cosine"), ("distill", 1e-3, "cosine"),
     ]  # fmt: skip
 
 
-def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, monkeypatch):
-    programs = study[3]
+def test_one_arm_that_fails_does_not_stop_the_others(stand_in, tmp_path, monkeypatch):
     working = programs.run
 
     def fail(program, *arguments):
@@ -388,27 +378,27 @@ def test_one_arm_that_fails_does_not_stop_the_others(study, stand_in, tmp_path, 
         return working(program, *arguments)
 
     monkeypatch.setattr(programs, "run", fail)
-    result = start(study, "--plan", "smoke", "--work", tmp_path, "--jobs", 2)
+    result = start("--plan", "smoke", "--work", tmp_path, "--jobs", 2)
     assert result.exit_code == 1
     assert "failed: convert: no such option" in result.output
     assert sorted(figures(read(tmp_path)), key=FIGURES.index) == FIGURES[1:]  # not those of mean
 
 
 @pytest.mark.parametrize(("name", "said"), [("lock", "is running"), ("making.lock", "are being made")])
-def test_second_runner_is_refused(study, stand_in, tmp_path, name, said):
+def test_second_runner_is_refused(stand_in, tmp_path, name, said):
     (tmp_path / "smoke").mkdir()
     with (tmp_path / "smoke" / name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        result = start(study, "--plan", "smoke", "--work", tmp_path)
+        result = start("--plan", "smoke", "--work", tmp_path)
     assert (result.exit_code, said in result.output, stand_in) == (1, True, [])
 
 
-def test_plan_that_misses_no_parents_runs_while_others_are_made(study, stand_in, tmp_path):
-    assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+def test_plan_that_misses_no_parents_runs_while_others_are_made(stand_in, tmp_path):
+    assert start("--plan", "smoke", "--work", tmp_path).exit_code == 0
     (tmp_path / "smoke" / "results.jsonl").unlink()
     with (tmp_path / "smoke" / "making.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert start(study, "--plan", "smoke", "--work", tmp_path).exit_code == 0
+        assert start("--plan", "smoke", "--work", tmp_path).exit_code == 0
     assert figures(read(tmp_path))
 
 
@@ -417,18 +407,17 @@ def test_plan_that_misses_no_parents_runs_while_others_are_made(study, stand_in,
     [("seq_len = 64", "seq_len = 32", "another seq_len"), ("lr = 3e-3", "lr = 2e-3", "another parent"),
      ("lr = 3e-3", "lr = 3e-3\nseeds = [0, 1]", "")],
 )  # fmt: skip
-def test_parents_of_a_changed_plan_are_not_taken(study, stand_in, tmp_path, old, new, said):
+def test_parents_of_a_changed_plan_are_not_taken(stand_in, tmp_path, old, new, said):
     path = tmp_path / "smoke.toml"
     path.write_text(SMOKE.read_text())
-    assert start(study, "--plan", path, "--work", tmp_path).exit_code == 0
+    assert start("--plan", path, "--work", tmp_path).exit_code == 0
     assert old in SMOKE.read_text()
     path.write_text(SMOKE.read_text().replace(old, new, 1))
-    result = start(study, "--plan", path, "--work", tmp_path)
+    result = start("--plan", path, "--work", tmp_path)
     assert (result.exit_code, said in result.output) == (2 if said else 0, True)
 
 
-def test_program_that_fails_says_why_in_one_line(study):
-    programs = study[3]
+def test_program_that_fails_says_why_in_one_line():
     with pytest.raises(programs.ProgramFailed) as error:
         programs.run("convert", "mha-to-gqa", "nowhere", "out", "--groups", 2)
     assert "nowhere" in error.value.message
@@ -485,9 +474,9 @@ def test_a_plan_is_evaluated_on_text_kinds(tmp_path):
     (tmp_path / "texts/text_kinds.json").write_text("{}")
     with lzma.open(tmp_path / "texts/valid.jsonl.xz", "wt") as file:
         file.write(json.dumps({"text": words}) + "\n")
-    plan = tmp_path / "text_kinds.toml"
-    plan.write_text(TEXT_KINDS_PLAN.format(model=model))
-    command = [STUDY / "run", "--plan", plan, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
+    path = tmp_path / "text_kinds.toml"
+    path.write_text(TEXT_KINDS_PLAN.format(model=model))
+    command = [STUDY / "run", "--plan", path, "--work", tmp_path / "work", "--texts", tmp_path / "texts"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (refused.returncode, "--text-kinds" in refused.stderr) == (2, True)

@@ -38,8 +38,8 @@ def small_units(monkeypatch):
 
 
 def make_texts(n=60, seed=0):
-    chosen = random.Random(seed)
-    return [" ".join(chosen.choices(SENTENCES, k=chosen.randint(1, 6))) for _ in range(n)]
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(SENTENCES, k=rng.randint(1, 6))) for _ in range(n)]
 
 
 TEXTS = make_texts()
@@ -326,10 +326,10 @@ def test_any_number_of_workers_gives_the_same_bytes(make, source):
 @pytest.mark.parametrize("tokens", ["all", 5000])
 def test_shards_of_several_machines_join(make, source, tmp_path, tokens):
     alone = snapshot(make(source, out="alone", tokens=tokens))
-    done = [run_share(make, source, tmp_path, tokens, share) for share in ("2/3", "3/3")]
+    done = [run_shard(make, source, tmp_path, tokens, shard) for shard in ("2/3", "3/3")]
     assert not (tmp_path / "out").exists()
     inodes = {path.stat().st_ino for path in tmp_path.glob(".out.shard-*/folder/tokens*")}
-    assert len(inodes) == sum(share["units"] for share in done) > 0
+    assert len(inodes) == sum(shard["units"] for shard in done) > 0
     joined = make(source, tokens=tokens)
     assert snapshot(joined) == alone
     made_here = {path.stat().st_ino for path in joined.folder.glob("tokens*")}
@@ -353,7 +353,7 @@ def test_shards_join_through_a_link(make, source, tmp_path):
 
 def test_shards_of_other_files_do_not_join(make, source, tmp_path):
     """They would be tokenised again here, and the work of the other machine removed."""
-    run_share(make, source, tmp_path, "all", "2/3")
+    run_shard(make, source, tmp_path, "all", "2/3")
     file = next(source.glob("*.jsonl")) if source.is_dir() else source
     os.utime(file, ns=(0, 0))
     with pytest.raises(
@@ -363,10 +363,10 @@ def test_shards_of_other_files_do_not_join(make, source, tmp_path):
     assert list(tmp_path.glob(".out.shard-2-of-3.groupwise/folder/tokens*"))
 
 
-def run_share(make, source, tmp_path, tokens, share):
+def run_shard(make, source, tmp_path, tokens, shard):
     with pytest.raises(InputError, match="not a token cache"):
-        make(source, tokens=tokens, options=("--shard", share))
-    (root,) = tmp_path.glob(f".out.shard-{share.replace('/', '-of-')}.groupwise")
+        make(source, tokens=tokens, options=("--shard", shard))
+    (root,) = tmp_path.glob(f".out.shard-{shard.replace('/', '-of-')}.groupwise")
     return {"units": len(list((root / "folder").glob("tokens*")))}
 
 

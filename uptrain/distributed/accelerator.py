@@ -171,8 +171,8 @@ def check_replicas(accelerator: Accelerator) -> None:
     accelerate passes the local rank to DDP as the number of the device.
     """
     if accelerator.distributed_type == DistributedType.MULTI_GPU:
-        local_rank, n_devices = accelerator.local_process_index, torch.accelerator.device_count()
-        if not all(gather(accelerator, local_rank < n_devices)):
+        rank, n_devices = accelerator.local_process_index, torch.accelerator.device_count()
+        if not all(gather(accelerator, rank < n_devices)):
             raise InputError(
                 "replicas (DDP) need processes that see all GPUs of their machine, but some see fewer than there are "
                 "processes on it; start them without `srun --gpus-per-task` or CUDA_VISIBLE_DEVICES of their own, or "
