@@ -26,9 +26,16 @@ from convert.calibration.moment_sums import MomentSums
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
-from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
-from convert.merging.layer import ConvertedLayer, LayerConversion, LayerMerge, apply_maps, finish_layer, read_attention
+from convert.layers.runnable_layer import Weights
+from convert.merging.layer import (
+    ConvertedLayer,
+    LayerConversion,
+    LayerMerge,
+    finish_layer,
+    merge_with_maps,
+    read_attention,
+)
 from convert.merging.layer_file import FINISHED, save_layer
 from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
@@ -125,8 +132,8 @@ def refit_and_refine(
     """
 
     def refitted(attention: AnyAttention) -> AnyAttention:
-        answers = outputs(layer, weights_of(attention), range(layer.text.n_windows))
-        return refit_output(attention, answers, layer.module.device)
+        answers = outputs(layer, weights_of(attention), range(layer.windows.n_windows))
+        return refit_output(attention, answers, layer.runnable.device)
 
     if recipe.refit:
         attention = refitted(attention)
@@ -153,17 +160,17 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
     merge_group, find_others = find_layer_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]
-    first = apply_maps(before, moments, maps)
+    first = merge_with_maps(before, moments, maps)
     if find_others is None:
         return first
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
     others = zip(*(find_others(known, own, moments_from_weights(group)) for known, own, group in groups), strict=True)
-    solutions = chain([first], (apply_maps(before, moments, list(other_maps)) for other_maps in others))
+    solutions = chain([first], (merge_with_maps(before, moments, list(other_maps)) for other_maps in others))
     windows = comparison_windows(layer)
     return min(solutions, key=lambda merged: squared_error(layer, weights_of(merged), windows))
 
 
 def comparison_windows(layer: Layer) -> list[int]:
     """Return the validation windows on which solutions are compared."""
-    validation = layer.text.validation_windows
-    return validation[: -(-MAX_COMPARISON_TOKENS // layer.text.length)]
+    validation = layer.windows.validation_windows
+    return validation[: -(-MAX_COMPARISON_TOKENS // layer.windows.window_tokens)]

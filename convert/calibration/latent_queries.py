@@ -39,7 +39,7 @@ def solve_queries(
 
     `drawn_keys`: of the windows to fit on, by index.
     """
-    sizes, device = target.sizes, layer.module.device
+    sizes, device = target.sizes, layer.runnable.device
     frequencies = target.source_rope.frequencies, target.frequencies_F
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)

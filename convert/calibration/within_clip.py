@@ -14,8 +14,8 @@ from convert.calibration import calibrate_layers
 from convert.calibration.layer_output import weights_of
 from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads
-from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer
+from convert.layers.runnable_layer import Weights
 from convert.merging.clipping import find_clip, scale_into_clip
 from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
 from convert.merging.layer_file import load_layer
@@ -44,7 +44,7 @@ def calibrate_layers_within_clip(
 
 
 def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
-    if layer.module.clip is None:  # a class that does not read the setting
+    if layer.runnable.clip is None:  # a class that does not read the setting
         return calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
     source = _heads(layer, None)
     source.check(layer.index, "on the calibration text")
@@ -60,9 +60,9 @@ def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advanc
 
 def _heads(layer: Layer, weights: Weights | None) -> ClippedHeads:
     """Run the text through the projections of a layer, or through others."""
-    assert layer.module.clip is not None
-    heads = ClippedHeads(layer.module.clip)
-    weights = weights and weights.to(layer.module.device)
-    for windows in layer.text.batches():
-        heads.add(layer.module.unclipped_heads(weights, layer.inputs(windows)))
+    assert layer.runnable.clip is not None
+    heads = ClippedHeads(layer.runnable.clip)
+    weights = weights and weights.to(layer.runnable.device)
+    for windows in layer.windows.batches():
+        heads.add(layer.runnable.unclipped_heads(weights, layer.inputs(windows)))
     return heads

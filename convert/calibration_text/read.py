@@ -72,7 +72,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
+    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window_tokens <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)

@@ -18,8 +18,8 @@ from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
 from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import BLOCK
-from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
+from convert.layers.runnable_layer import Weights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
@@ -71,9 +71,9 @@ def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     n_refits = (2 if recipe.refine else 1) if recipe.refit else 0
     outputs = float(n_refits * text.n_windows)
     if find_alternatives(recipe.method):
-        outputs += _N_ALTERNATIVES * min(validation, MAX_COMPARISON_TOKENS / text.window)
+        outputs += _N_ALTERNATIVES * min(validation, MAX_COMPARISON_TOKENS / text.window_tokens)
     if recipe.refine:
-        outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window
+        outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window_tokens
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
     solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
@@ -85,8 +85,8 @@ def writing_seconds(plan: Plan, layer_seconds: float) -> float:
     if text is None or not text.generated:
         return 0.0
     n_weights = sum(prod(tensor.shape) for tensor in plan.tensors.values())
-    speed = 2 * _layer_weights(plan) * text.window / layer_seconds
-    computing = 2.0 * n_weights * len(text.generated) * text.window / (_WRITING_EFFICIENCY * speed)
+    speed = 2 * _layer_weights(plan) * text.window_tokens / layer_seconds
+    computing = 2.0 * n_weights * len(text.generated) * text.window_tokens / (_WRITING_EFFICIENCY * speed)
     return max(computing, text.generation_steps * text.generation_bytes / _bytes_per_second(plan.recipe.device))
 
 
@@ -111,29 +111,29 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     """Run the first layer on random states, of a window or, for a large layer, of its beginning."""
     text, geometry = plan.recipe.text, plan.geometry
     assert text is not None
-    length = min(text.window, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * _layer_weights(plan)))))
+    length = min(text.window_tokens, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * _layer_weights(plan)))))
     layers = open_layers(checkpoint, length, plan.recipe.device)
     started = time.perf_counter()
-    module = layers.load(0)
+    runnable = layers.load(0)
     load = time.perf_counter() - started
     # Over the whole text there are always as many queries. So a window of a longer text has fewer.
     keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_DRAWN * _width(plan) ** 2 / text.n_windows
     times_longer = max(1, round(keys / _MEASURED_OPERATIONS))
-    shorter = replace(text, window=length, n_windows=text.n_windows * times_longer)
+    shorter = replace(text, window_tokens=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
-    layer = Layer(CalibrationWindows(shorter), module, states_NTM, Path(), lambda n: None)
+    layer = Layer(CalibrationWindows(shorter), runnable, states_NTM, Path(), lambda n: None)
     sums = MomentSums(layer, plan.n_kv_heads)
-    weights = _random_weights(plan).to(module.device)
+    weights = _random_weights(plan).to(runnable.device)
 
     def output() -> None:
-        out_TC: Tensor = module.heads_out(weights, layer.inputs([0]))[0]
+        out_TC: Tensor = runnable.heads_out(weights, layer.inputs([0]))[0]
         power_CN = out_TC.T @ out_TC[:, : (out_TC.shape[1] + BLOCK) // 2]  # the size of the refit's block triangle
         float(power_CN.sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
 
-    run = fastest(lambda: module.run(layer.on_device(states_NTM), lambda heads: None))
-    with_moments = fastest(lambda: module.run(layer.on_device(states_NTM), sums.add))
+    run = fastest(lambda: runnable.run(layer.on_device(states_NTM), lambda heads: None))
+    with_moments = fastest(lambda: runnable.run(layer.on_device(states_NTM), sums.add))
     run += times_longer * max(0.0, with_moments - run)
-    whole = text.window / length
+    whole = text.window_tokens / length
     return _Measured(load, whole * run, whole * fastest(output), solving_speed())
 
 

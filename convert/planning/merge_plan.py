@@ -26,7 +26,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 if TYPE_CHECKING:
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -119,7 +119,8 @@ class MergePlan(Plan):
             program += _TRANSFORMERS_BYTES
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
         if self.geometry.alibi and self.recipe.text is not None:
-            running += 2 * 4 * self.geometry.n_heads * self.recipe.text.window**2  # masks and weights of all heads
+            masks_and_weights = 2 * 4 * self.geometry.n_heads * self.recipe.text.window_tokens**2  # of all heads
+            running += masks_and_weights
         if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
             encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
             running = max(running, encoder)

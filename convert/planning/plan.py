@@ -24,7 +24,7 @@ from model.geometry import Geometry
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""

@@ -20,7 +20,7 @@ from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 WEIGHTS_ONLY_TOL = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error

@@ -67,7 +67,7 @@ def _stored_text(
         from convert.layers.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
-        check_tokens(open_layers(source, text.window, device), text)
+        check_tokens(open_layers(source, text.window_tokens, device), text)
         return text
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")

@@ -183,7 +183,7 @@ def test_the_errors_of_refined_layers_need_only_validation_windows(
         (tmp_path / "whole").mkdir()
         for layer in iter_layers(checkpoint, text, tmp_path / "whole", lambda n: None, "cpu"):
             layer.run(lambda heads: None)
-            windows = layer.text.validation_windows
+            windows = layer.windows.validation_windows
             expected[layer.index] = [squared_error(layer, weights, windows) for weights in versions[layer.index]]
         run_layer = NativeLayer.run
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
 
-from convert.layers.transformers_module import TransformersLayer
+from convert.layers.transformers_layer import TransformersLayer
 from convert.merging.layer_file import save_layer
 from model.common import console
 from model.common.machine import available_memory

@@ -128,9 +128,9 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
 def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
     """To the bit. `sink`: what an attention sink takes of every query."""
     n_heads, size, n_keys, n_queries = 8, 4, 40, 5
-    cpu, layer_text = torch.device("cpu"), SimpleNamespace(n_windows=4, length=n_keys)
-    module = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
-    sums = moment_sums.MomentSums(SimpleNamespace(index=3, module=module, text=layer_text), GROUPS)
+    cpu, windows = torch.device("cpu"), SimpleNamespace(n_windows=4, window_tokens=n_keys)
+    runnable = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
+    sums = moment_sums.MomentSums(SimpleNamespace(index=3, runnable=runnable, windows=windows), GROUPS)
     generator = torch.Generator().manual_seed(0)
     weights_HST = torch.rand(n_heads, n_queries, n_keys, generator=generator).softmax(-1) * (1 - sink)
     k_KTD = torch.randn(n_heads, n_keys, size, generator=generator)

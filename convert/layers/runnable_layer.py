@@ -58,7 +58,7 @@ class Weights:
         return (matrix for matrix in matrices if matrix is not None)
 
 
-class LayerModule(ABC):
+class RunnableLayer(ABC):
     """One layer in memory, in float32. All its tensors, inputs and outputs are on one device."""
 
     index: int
@@ -144,5 +144,5 @@ class ModelLayers(ABC):
         """Raise CheckpointError if the first layer shows that the model cannot be run layer by layer."""
 
     @abstractmethod
-    def load(self, index: int) -> LayerModule:
+    def load(self, index: int) -> RunnableLayer:
         """Return one layer. The layer before it is not needed any more."""
