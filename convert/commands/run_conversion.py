@@ -143,14 +143,14 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     """Return the device, time and disk space of a calibration; announce a slow one."""
     if plan.recipe.text is None:
         return {}
-    from convert.estimates.calibration import calibration_seconds
     from convert.estimates.latent import latent_seconds
+    from convert.estimates.merge import merge_seconds
 
     if isinstance(plan, LatentPlan):
         seconds = round(latent_seconds(checkpoint, plan))
     else:
         assert isinstance(plan, MergePlan)
-        seconds = round(calibration_seconds(checkpoint, plan))
+        seconds = round(merge_seconds(checkpoint, plan))
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
             f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {plan.faster}, but starts "

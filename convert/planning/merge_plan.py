@@ -91,12 +91,12 @@ class MergePlan(Plan):
     def _calibrate(
         self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
     ) -> tuple[str, ...]:
-        from convert.calibration.calibrate_layers import calibrate_layers  # imported here, because they need torch
-        from convert.calibration.within_clip import calibrate_layers_within_clip
+        from convert.calibration.merge_layers import calibrate_merges  # imported here, because they need torch
+        from convert.calibration.within_clip import calibrate_merges_within_clip
 
         if find_clip(find_family(checkpoint.config).config):
-            return calibrate_layers_within_clip(checkpoint, self.conversions, text, folder, advance)
-        calibrate_layers(checkpoint, self.conversions, text, folder, advance)
+            return calibrate_merges_within_clip(checkpoint, self.conversions, text, folder, advance)
+        calibrate_merges(checkpoint, self.conversions, text, folder, advance)
         return ()
 
     def weights(self, index: int, tensors: dict[str, Real]) -> "Weights":

@@ -89,7 +89,7 @@ def compare_by_errors(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
 ) -> None:  # fmt: skip
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
-    from convert.calibration.calibrate_layers import validation_errors
+    from convert.calibration.convert_layers import validation_errors
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""

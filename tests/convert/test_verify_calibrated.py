@@ -18,7 +18,7 @@ from damage import rewrite, sign
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.calibrate_layers import validation_errors
+from convert.calibration.convert_layers import validation_errors
 from convert.calibration.layer_output import squared_error, weights_of
 from convert.calibration_text.read import read_calibration_text
 from convert.layers.layer_stream import iter_layers
