@@ -8,7 +8,7 @@ document begins where the model ends one, or after 256 tokens, until the window 
     FOLDER/batch-0003.ids     the token ids of a finished batch, int64 [rows, tokens]
 
 A killed run resumes at the batch it had reached. Each batch has its own seed, so the ids are the same.
-Letters: B rows, T tokens, N windows.
+Letters: B rows, T tokens, N windows, V vocabulary.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from convert.calibration_text.read import open_hf_tokenizer
 from convert.calibration_text.text import CalibrationText
+from convert.calibration_text.tokenizer import open_hf_tokenizer
 from convert.layers.incremental_decoder import IncrementalDecoder, open_model
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
