@@ -1,7 +1,7 @@
 """Accumulate the second moments of a layer's attention inputs on a text.
 
 Letters: B windows in a batch, T tokens, S sampled queries of a head, N those of all heads, C keys drawn for each query,
-H query heads, X inputs (the hidden size).
+H query heads, K key/value heads, D head_dim, X inputs (the hidden size).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Run a merged layer's attention on a text, and measure its output error against the original layer.
 
-Letters: B windows in a batch, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, C = heads · D, X
-inputs (the hidden size, and a constant 1 where there are biases).
+Letters: N windows, B windows in a batch, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, C =
+heads · D, X inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from collections.abc import Iterable, Iterator

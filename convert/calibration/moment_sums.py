@@ -1,8 +1,8 @@
 """Accumulate the second moments of a layer's heads on a text.
 
 Letters: B windows in a batch, T tokens, H query heads, K key/value heads, D head_dim, G groups, F the keys or values of
-a group side by side, N queries of a group, Q those of all groups, S sampled queries of a head, C keys drawn for each
-query.
+a group side by side, R rotated dimensions of a head, S sampled queries of a head, N those of a group, Q those of all
+groups, C keys drawn for each query, P those of several queries (N·C).
 """
 
 import numpy as np
@@ -93,8 +93,8 @@ class MomentSums:
             step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
-                rotated_XF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
-                self._keys_GFF[group] += to_float64(rotated_XF.mT @ rotated_XF) / (len(at_N) * KEYS_DRAWN)
+                rotated_PF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
+                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_DRAWN)
 
     def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
         """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""

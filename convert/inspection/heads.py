@@ -1,6 +1,6 @@
 """Measure the cosines of a model's K and V heads, layer by layer, and the losses of merging, by the weights alone.
 
-H query heads, K key/value heads, D head_dim, F = K·D.
+H query heads, K key/value heads, D head_dim, F = K·D, P RoPE pairs, X inputs.
 """
 
 from collections.abc import Callable, Sequence

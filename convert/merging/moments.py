@@ -4,8 +4,8 @@ A method does not read weights. Its input is the second moments of a group's hea
 and `map_heads` multiplies the weights by these maps. So the same two numbers measure all methods:
 `relative_logit_error` and `relative_output_error`.
 
-H query heads and K key/value heads of the group, D head_dim, F = K·D the key or value heads side by side, P RoPE
-pairs, X inputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
+H query heads and K key/value heads of the group, G groups, D head_dim, F = K·D the key or value heads side by side, P
+RoPE pairs, X inputs, M outputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
 """
 
 from dataclasses import dataclass, replace
