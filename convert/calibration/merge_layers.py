@@ -26,14 +26,12 @@ from model.common.console import Advance
 
 def calibrate_merges(
     checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
-) -> None:  # fmt: skip
+) -> None:
     """Write every merged layer into `folder`. See `write_layers`."""
     write_layers(checkpoint, merges, text, folder, advance, partial(merge_layer, checkpoint, merges, advance))
 
 
-def merge_layer(
-    checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer
-) -> ConvertedLayer:  # fmt: skip
+def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
     """Merge one layer on the text, then refit and refine it as the recipe says."""
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps

@@ -163,7 +163,7 @@ def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
 
 def finish_layer(
     checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
-) -> ConvertedLayer:  # fmt: skip
+) -> ConvertedLayer:
     """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}

@@ -132,7 +132,7 @@ class MergePlan(Plan):
 
 def make_merge_plan(
     checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
-) -> MergePlan:  # fmt: skip
+) -> MergePlan:
     """Plan a merge of `checkpoint` to `n_kv_heads` K/V heads; None keeps their number.
 
     Raises CheckpointError if that is impossible.

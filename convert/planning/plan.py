@@ -206,7 +206,7 @@ class Plan(ABC):
 
 def plan_shards(
     checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, TensorInfo], max_shard_size: int | None
-) -> tuple[Shard, ...]:  # fmt: skip
+) -> tuple[Shard, ...]:
     """Return the source's shards, or new ones of at most `max_shard_size` bytes."""
     if max_shard_size is None and checkpoint.keep_source_shards:
         return shards

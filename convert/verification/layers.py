@@ -38,7 +38,7 @@ between processors, so the weights themselves cannot be compared."""
 
 def recompute_layers(
     source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
-) -> ConvertedLayerCache | None:  # fmt: skip
+) -> ConvertedLayerCache | None:
     """Return the merged layers; None if they cannot be recomputed."""
     if findings.unchecked:
         return None
@@ -87,7 +87,7 @@ def is_compared_by_errors(recipe: Recipe) -> bool:
 
 def compare_by_errors(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
-) -> None:  # fmt: skip
+) -> None:
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
     from convert.calibration.convert_layers import validation_errors
 
