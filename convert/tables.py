@@ -33,13 +33,20 @@ def print_inspection(summary: dict[str, Any]) -> None:
             *_remarks(summary),
         ],
     )
+    now = summary["groups"][0]["kv_cache_bytes_per_token"]
+    _group_sizes(summary["groups"], now)
+    if summary["latent"]:
+        _latent_sizes(summary["latent"], now)
+
+
+def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
+    """Print a table of the possible numbers of groups. `now`: bytes of the source's KV cache per token."""
     table = _table("\nPossible values of --groups")
     for heading in ("groups", "kind", "weights", "KV cache", "of now"):
         table.add_column(heading, justify="right")
     for heading in ("TP", "TP, heads copied"):
         table.add_column(heading)
-    now = summary["groups"][0]["kv_cache_bytes_per_token"]
-    for row in summary["groups"]:
+    for row in rows:
         cache = row["kv_cache_bytes_per_token"]
         table.add_row(
             str(row["groups"]),
@@ -56,8 +63,6 @@ def print_inspection(summary: dict[str, Any]) -> None:
         "KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads; "
         "larger ones hold each on more than one device."
     )
-    if summary["latent"]:
-        _latent_sizes(summary["latent"], now)
 
 
 def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:

@@ -8,7 +8,7 @@ document begins where the model ends one, or after 256 tokens, until the window 
     FOLDER/batch-0003.ids     the token ids of a finished batch, int64 [rows, tokens]
 
 A killed run resumes at the batch it had reached. Each batch has its own seed, so the ids are the same.
-Letters: B rows, T tokens, N windows.
+Letters: B rows, T tokens, N windows, V vocabulary.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from convert.calibration_text.read import open_hf_tokenizer
 from convert.calibration_text.text import CalibrationText
+from convert.calibration_text.tokenizer import open_hf_tokenizer
 from convert.layers.incremental_decoder import IncrementalDecoder, open_model
 from model.checkpoint import Checkpoint
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -57,7 +57,7 @@ class TextGeneration:
     bos_ids: tuple[int, ...]
     """Tokens that its tokenizer puts before a text."""
     n_windows: int
-    window: int
+    window_tokens: int
     """Tokens per window."""
     seed: int
     device: str = "cpu"
@@ -66,11 +66,11 @@ class TextGeneration:
     @classmethod
     def of(cls, checkpoint: Checkpoint, text: CalibrationText, seed: int, device: str = "cpu") -> "TextGeneration":
         """Return the request for the windows of a calibration text that the model writes."""
-        return cls(checkpoint, text.bos_ids, len(text.generated), text.window, seed, device)
+        return cls(checkpoint, text.bos_ids, len(text.generated), text.window_tokens, seed, device)
 
     @property
     def n_tokens(self) -> int:
-        return self.n_windows * self.window
+        return self.n_windows * self.window_tokens
 
     def memory(self, n_embeddings: int) -> int:
         """Return the bytes of the model's weights, and of a batch's KV cache and logits."""
@@ -83,7 +83,7 @@ class TextGeneration:
     @property
     def n_steps(self) -> int:
         """Number of runs of the whole model. Each run gives one token per row."""
-        return -(-self.n_windows // self._rows) * self.window
+        return -(-self.n_windows // self._rows) * self.window_tokens
 
     @property
     def inputs_sha256(self) -> str:
@@ -116,21 +116,21 @@ class TextGeneration:
         starts = range(0, self.n_windows, self._rows)
         batches = {folder / f"batch-{number:04}.ids": start for number, start in enumerate(starts)}
         unwritten = {file: start for file, start in batches.items() if not file.exists()}
-        advance(self.n_tokens - sum(self._rows_from(start) * self.window for start in unwritten.values()))
+        advance(self.n_tokens - sum(self._rows_from(start) * self.window_tokens for start in unwritten.values()))
         if unwritten:
             writer = _Writer(self.checkpoint, self.bos_ids, self.device)
             for file, start in unwritten.items():
-                ids_BT = writer.write(self._rows_from(start), self.window, (self.seed, start), advance)
+                ids_BT = writer.write(self._rows_from(start), self.window_tokens, (self.seed, start), advance)
                 replace_file(file, ids_BT.tobytes())
         ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
-        return np.concatenate(ids).reshape(self.n_windows, self.window)
+        return np.concatenate(ids).reshape(self.n_windows, self.window_tokens)
 
     @cached_property
     def _row_bytes(self) -> int:
         """Bytes of one row's KV cache."""
         geometry = read_geometry(self.checkpoint)
         bytes_per_value = max(t.nbytes // prod(t.shape) for t in self.checkpoint.tensors.values() if 0 not in t.shape)
-        return self.window * geometry.kv_cache_bytes_per_token(geometry.n_kv_heads, bytes_per_value)
+        return self.window_tokens * geometry.kv_cache_bytes_per_token(geometry.n_kv_heads, bytes_per_value)
 
     @cached_property
     def _rows(self) -> int:
@@ -161,16 +161,16 @@ class _Writer:
         self._vocabulary = [token for token in vocabulary if token < n_ids]
 
     @torch.inference_mode()
-    def write(self, n_rows: int, window: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
-        """Return `n_rows` rows of `window` tokens, [B, T]."""
+    def write(self, n_rows: int, window_tokens: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
+        """Return `n_rows` rows of `window_tokens` tokens, [B, T]."""
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         beginnings = self._beginnings(rng)
         rows = [_Row(beginnings, self._ends) for _ in range(n_rows)]
-        self._model.begin(n_rows, window)
-        ids_BT = np.empty((n_rows, window), dtype=np.int64)
+        self._model.begin(n_rows, window_tokens)
+        ids_BT = np.empty((n_rows, window_tokens), dtype=np.int64)
         chosen_B: Sequence[int | None] = [None] * n_rows
-        for t in range(window):
+        for t in range(window_tokens):
             ids_BT[:, t] = [row.next_token(chosen) for row, chosen in zip(rows, chosen_B, strict=True)]
             logits_BV = self._model.append(torch.from_numpy(ids_BT[:, t]))
             if not logits_BV.isfinite().all():

@@ -1,7 +1,7 @@
 """Accumulate the second moments of a layer's attention inputs on a text.
 
 Letters: B windows in a batch, T tokens, S sampled queries of a head, N those of all heads, C keys drawn for each query,
-H query heads, X inputs (the hidden size).
+H query heads, K key/value heads, D head_dim, X inputs (the hidden size).
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from convert.latent.closed_form import InputMoments
-from convert.layers.layer_module import HeadStates
 from convert.layers.layer_stream import Layer, is_validation_window
+from convert.layers.runnable_layer import HeadStates
 from model.decoder.devices import float64_device, to_float64
 
 QUERIES = 2048
@@ -40,8 +40,8 @@ class InputSums:
 
     def __init__(self, layer: Layer, hidden_size: int) -> None:
         self._layer = layer
-        self._batches = layer.text.batches()
-        sums_device = float64_device(layer.module.device)
+        self._batches = layer.windows.batches()
+        sums_device = float64_device(layer.runnable.device)
         self._tokens_XX, self._attended_XX, self._mixed_XX = (
             torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=sums_device) for _ in range(3)
         )
@@ -49,15 +49,15 @@ class InputSums:
         """For each window."""
         self._draws = torch.Generator().manual_seed(layer.index)
         self._rng = np.random.default_rng(layer.index)
-        self._queries = min(-(-QUERIES // layer.text.n_windows), layer.text.length)
+        self._queries = min(-(-QUERIES // layer.windows.n_windows), layer.windows.window_tokens)
 
     def add(self, heads: HeadStates) -> None:
         """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
-        x_BTX = self._layer.inputs(next(self._batches))
+        x_BTX, attention_weights = self._layer.inputs(next(self._batches)), self._layer.runnable.attention_weights
         for x_TX, q_THD, k_TKD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTKD, strict=True):
             drawn = self._rng.permutation(len(q_THD))[: self._queries]
             at_S = torch.from_numpy(drawn).to(x_TX.device)
-            weights_HST = self._layer.module.attention_weights(q_THD[at_S].transpose(0, 1), k_TKD.transpose(0, 1), at_S)
+            weights_HST = attention_weights(q_THD[at_S].transpose(0, 1), k_TKD.transpose(0, 1), at_S)
             weights_NT = weights_HST.flatten(0, 1)
             drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_PER_QUERY, replacement=True, generator=self._draws)
             self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_QUERY)))
@@ -72,7 +72,7 @@ class InputSums:
 
     def moments(self) -> InputMoments:
         """Return the moments. Call it once, after all `add`s."""
-        n_windows, length = self._layer.text.n_windows, self._layer.text.length
+        n_windows, length = self._layer.windows.n_windows, self._layer.windows.window_tokens
         sums = (
             self._tokens_XX / (n_windows * length),
             (self._attended_XX - self._mixed_XX) / n_windows,

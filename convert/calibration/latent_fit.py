@@ -6,7 +6,7 @@ FOLDER/model.layers.11….latent.npz     layer 11, converted
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from convert.calibration.calibrate_layers import comparison_windows, refit_and_refine, write_layers
+from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_weights import LatentWeights, latent_weights, with_latent_weights

@@ -5,8 +5,9 @@ keys are drawn with these weights, rotated to their distance from the query, and
 linear map from what is cached (the rotated key and the latent) to a head's own keys then gives both its rotated queries
 and its unrotated keys. It also makes up for channels whose frequency is not that of the RoPE pairs they stand for.
 
-Letters: S queries of a window, C keys drawn for each, H query heads, K key/value heads, D head_dim, R rotated
-dimensions, L numbers of the latent, Z = R + L, T tokens, X inputs (the hidden size).
+Letters: S queries of a window, C keys drawn for each, N those of all queries (S·C), H query heads, K key/value heads, D
+head_dim, R rotated dimensions, F pairs of these, L numbers of the latent, Z = R + L, T tokens, X inputs (the hidden
+size).
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def solve_queries(
 
     `drawn_keys`: of the windows to fit on, by index.
     """
-    sizes, device = target.sizes, layer.module.device
+    sizes, device = target.sizes, layer.runnable.device
     frequencies = target.source_rope.frequencies, target.frequencies_F
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)

@@ -32,7 +32,7 @@ SURVEY_TOKENS = 8192
 def survey_text(text: CalibrationText) -> CalibrationText:
     """Return the first windows of a text."""
     assert text.ids_NT is not None
-    n = min(text.n_windows, max(4, SURVEY_TOKENS // text.window))
+    n = min(text.n_windows, max(4, SURVEY_TOKENS // text.window_tokens))
     return replace(text, n_windows=n, ids_NT=text.ids_NT[:n])
 
 
@@ -89,8 +89,8 @@ def _errors(
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""
     before, moments = conversion.read(checkpoint), sums.moments()
-    windows = layer.text.validation_windows
-    batches = layer.text.batches(windows)
+    windows = layer.windows.validation_windows
+    batches = layer.windows.batches(windows)
     power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
     for positions in candidates:

@@ -1,7 +1,7 @@
 """Run a merged layer's attention on a text, and measure its output error against the original layer.
 
-Letters: B windows in a batch, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, C = heads · D, X
-inputs (the hidden size, and a constant 1 where there are biases).
+Letters: N windows, B windows in a batch, T tokens, M hidden size, H query heads, K key/value heads, D head_dim, C =
+heads · D, X inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer
+from convert.layers.runnable_layer import Weights
 from convert.merging.weights import LayerAttention, Real, join_heads, split_heads
 from model.decoder.devices import to_float64
 
@@ -55,26 +55,26 @@ def original_output(layer: Layer, windows: list[int]) -> Tensor:
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    whole_BTM, bias_M = layer.on_device(layer.attended_NTM[windows]), layer.module.output_bias
+    whole_BTM, bias_M = layer.on_device(layer.attended_NTM[windows]), layer.runnable.output_bias
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
 def outputs(layer: Layer, weights: Weights | LatentWeights, windows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
-    weights = weights.to(layer.module.device)
-    for batch in layer.text.batches(list(windows)):
+    weights = weights.to(layer.runnable.device)
+    for batch in layer.windows.batches(list(windows)):
         yield from zip(heads_out(layer, weights, layer.inputs(batch)), original_output(layer, batch), strict=True)
 
 
 def heads_out(layer: Layer, weights: Weights | LatentWeights, x_BTM: Tensor) -> Tensor:
     """Return the heads' outputs before the output projection, [B, T, H·D], with other weights than the layer's own."""
-    return weights.heads_out(x_BTM) if isinstance(weights, LatentWeights) else layer.module.heads_out(weights, x_BTM)
+    return weights.heads_out(x_BTM) if isinstance(weights, LatentWeights) else layer.runnable.heads_out(weights, x_BTM)
 
 
 def squared_error(layer: Layer, weights: Weights | LatentWeights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
-    total, weights = 0.0, weights.to(layer.module.device)
-    for batch in layer.text.batches(list(windows)):
+    total, weights = 0.0, weights.to(layer.runnable.device)
+    for batch in layer.windows.batches(list(windows)):
         out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
         total += float(to_float64(original_output(layer, batch) - out_BTM).square().sum())
     return total

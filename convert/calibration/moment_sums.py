@@ -1,16 +1,16 @@
 """Accumulate the second moments of a layer's heads on a text.
 
 Letters: B windows in a batch, T tokens, H query heads, K key/value heads, D head_dim, G groups, F the keys or values of
-a group side by side, N queries of a group, Q those of all groups, S sampled queries of a head, C keys drawn for each
-query.
+a group side by side, R rotated dimensions of a head, S sampled queries of a head, N those of a group, Q those of all
+groups, C keys drawn for each query, P those of several queries (N·C).
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.layer_module import HeadStates
 from convert.layers.layer_stream import Layer
+from convert.layers.runnable_layer import HeadStates
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate_first
@@ -34,39 +34,39 @@ class MomentSums:
     """
 
     def __init__(self, layer: Layer, n_kv_heads: int, raw_keys: bool = False) -> None:
-        module = layer.module
+        runnable = layer.runnable
         self._layer, self._n_groups = layer, n_kv_heads
-        self._size = module.head_dim
-        self._heads_per_group = module.n_heads // n_kv_heads
-        width = module.n_kv_heads // n_kv_heads * module.head_dim
-        sums_device = float64_device(module.device)
+        self._size = runnable.head_dim
+        self._heads_per_group = runnable.n_heads // n_kv_heads
+        width = runnable.n_kv_heads // n_kv_heads * runnable.head_dim
+        sums_device = float64_device(runnable.device)
         zeros = torch.zeros(n_kv_heads, width, width, dtype=torch.float64, device=sums_device)
         self._keys_GFF, self._values_GFF = zeros, zeros.clone()
         self._raw_keys_GFF = zeros.clone() if raw_keys else None
-        self._scales_2K = zeros.new_zeros(2, module.n_kv_heads)
-        self._queries_HDD = zeros.new_zeros(module.n_heads, module.head_dim, module.head_dim)
+        self._scales_2K = zeros.new_zeros(2, runnable.n_kv_heads)
+        self._queries_HDD = zeros.new_zeros(runnable.n_heads, runnable.head_dim, runnable.head_dim)
         self._rng = np.random.default_rng(layer.index)
         self._draws = torch.Generator().manual_seed(layer.index)
-        per_window = self._heads_per_group * layer.text.n_windows
-        self._queries = min(-(-VALUE_QUERIES // layer.text.n_windows), layer.text.length)
+        per_window = self._heads_per_group * layer.windows.n_windows
+        self._queries = min(-(-VALUE_QUERIES // layer.windows.n_windows), layer.windows.window_tokens)
         self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
 
     def add(self, heads: HeadStates) -> None:
         """Add a batch of windows."""
-        module, rotated_k_BTKD = self._layer.module, heads.rotated_k_BTKD
+        runnable, rotated_k_BTKD = self._layer.runnable, heads.rotated_k_BTKD
         q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND
         if heads.key_scales_BTK is not None:
             self._add_key_scales(rotated_k_BTKD, heads.key_scales_BTK)
         if self._raw_keys_GFF is not None:
-            keys_GNF = self._grouped(module.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
+            keys_GNF = self._grouped(runnable.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
             self._raw_keys_GFF += to_float64(keys_GNF.mT @ keys_GNF)
         for window, q_THD in enumerate(heads.rotated_q_BTHD):
             drawn = self._rng.permutation(len(q_THD))[: self._queries]
-            at_S = torch.from_numpy(drawn).to(module.device)
+            at_S = torch.from_numpy(drawn).to(runnable.device)
             k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), heads.v_BTKD[window].transpose(0, 1)
             q_HSD = q_THD[at_S].transpose(0, 1)
-            weights_HST = module.attention_weights(q_HSD, k_KTD, at_S)
+            weights_HST = runnable.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]
             self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
@@ -93,8 +93,8 @@ class MomentSums:
             step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
-                rotated_XF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
-                self._keys_GFF[group] += to_float64(rotated_XF.mT @ rotated_XF) / (len(at_N) * KEYS_DRAWN)
+                rotated_PF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
+                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_DRAWN)
 
     def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
         """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""
@@ -111,20 +111,20 @@ class MomentSums:
 
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Rotate keys from their own positions to their distances from the query."""
-        if self._layer.module.rotation is None:
+        if self._layer.runnable.rotation is None:
             return keys_NCF
-        cos_TR, sin_TR = self._layer.module.rotation
+        cos_TR, sin_TR = self._layer.runnable.rotation
         heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
         return rotate_first(heads_NCKD, cos_TR[at_N][:, None, None], -sin_TR[at_N][:, None, None]).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""
-        n_windows = self._layer.text.n_windows
-        queries_HDD = self._queries_HDD.cpu().numpy() / (n_windows * self._layer.text.length)
+        n_windows = self._layer.windows.n_windows
+        queries_HDD = self._queries_HDD.cpu().numpy() / (n_windows * self._layer.windows.window_tokens)
         for sums_GFF in (self._keys_GFF, self._values_GFF):
             sums_GFF /= n_windows  # in place: with one group they are large
         if self._raw_keys_GFF is not None:
-            self._raw_keys_GFF /= n_windows * self._layer.text.length
+            self._raw_keys_GFF /= n_windows * self._layer.windows.window_tokens
         moments = []
         for group in range(self._n_groups):
             heads = slice(group * self._heads_per_group, (group + 1) * self._heads_per_group)

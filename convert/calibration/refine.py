@@ -44,10 +44,10 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
 
     Reads the file that `Layer.run` writes, so call that first.
     """
-    validation = layer.text.validation_windows
-    batch = max(1, BATCH_TOKENS // layer.text.length)
-    n_steps = max(1, n_tokens // (batch * layer.text.length))
-    start = merged.to(layer.module.device)
+    validation = layer.windows.validation_windows
+    batch = max(1, BATCH_TOKENS // layer.windows.window_tokens)
+    n_steps = max(1, n_tokens // (batch * layer.windows.window_tokens))
+    start = merged.to(layer.runnable.device)
     best, least = merged, squared_error(layer, start, validation)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
@@ -65,7 +65,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
 
 def _shuffled(layer: Layer, batch: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of the training windows without end. Each pass has another random order."""
-    windows = layer.text.training_windows
+    windows = layer.windows.training_windows
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer.index) % 2**63)
     waiting: list[int] = []
     while True:

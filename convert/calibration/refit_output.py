@@ -61,7 +61,7 @@ class _Sums:
 
 def refit_output(
     merged: AnyAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
-) -> AnyAttention:  # fmt: skip
+) -> AnyAttention:
     """Return the layer with the output projection that has the least validation error.
 
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.calibration import calibrate_layers
+from convert.calibration.convert_layers import write_layers
 from convert.calibration.layer_output import weights_of
+from convert.calibration.merge_layers import merge_layer
 from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads
-from convert.layers.layer_module import Weights
 from convert.layers.layer_stream import Layer
+from convert.layers.runnable_layer import Weights
 from convert.merging.clipping import find_clip, scale_into_clip
 from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
 from convert.merging.layer_file import load_layer
@@ -26,15 +27,15 @@ from model.common.console import Advance
 from model.families import find_family
 
 
-def calibrate_layers_within_clip(
+def calibrate_merges_within_clip(
     checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
 ) -> tuple[str, ...]:
-    """Write every merged layer into `folder`, as `calibrate_layers` does.
+    """Write every merged layer into `folder`, as `calibrate_merges` does.
 
     Returns a note if the clip cuts merged heads on the text.
     """
     convert = partial(_merge, checkpoint, merges, advance)
-    calibrate_layers.write_layers(checkpoint, merges, text, folder, advance, convert)
+    write_layers(checkpoint, merges, text, folder, advance, convert)
     counts = [load_layer(merge, folder).cut for merge in merges]
     n_cut, n_values = (sum(column) for column in zip(*counts, strict=True))
     if n_cut == 0:
@@ -44,11 +45,11 @@ def calibrate_layers_within_clip(
 
 
 def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
-    if layer.module.clip is None:  # a class that does not read the setting
-        return calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
+    if layer.runnable.clip is None:  # a class that does not read the setting
+        return merge_layer(checkpoint, merges, advance, layer)
     source = _heads(layer, None)
     source.check(layer.index, "on the calibration text")
-    converted = calibrate_layers.merge_layer(checkpoint, merges, advance, layer)
+    converted = merge_layer(checkpoint, merges, advance, layer)
     merge = merges[layer.index]
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
     merged = attention_of(tensors, merge, merge.target)
@@ -60,9 +61,9 @@ def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advanc
 
 def _heads(layer: Layer, weights: Weights | None) -> ClippedHeads:
     """Run the text through the projections of a layer, or through others."""
-    assert layer.module.clip is not None
-    heads = ClippedHeads(layer.module.clip)
-    weights = weights and weights.to(layer.module.device)
-    for windows in layer.text.batches():
-        heads.add(layer.module.unclipped_heads(weights, layer.inputs(windows)))
+    assert layer.runnable.clip is not None
+    heads = ClippedHeads(layer.runnable.clip)
+    weights = weights and weights.to(layer.runnable.device)
+    for windows in layer.windows.batches():
+        heads.add(layer.runnable.unclipped_heads(weights, layer.inputs(windows)))
     return heads

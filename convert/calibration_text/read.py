@@ -5,11 +5,9 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 """
 
 import lzma
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,25 +15,14 @@ from numpy.typing import NDArray
 
 from convert.calibration_text.choices import MAX_TOKENS, NONE, SELF, SHIPPED
 from convert.calibration_text.text import CalibrationText, sha256_of_ids, split_name
-from convert.errors import NO_TORCH, UnsupportedMethodError
+from convert.calibration_text.tokenizer import encode, find_bos_ids, open_fast_tokenizer
+from convert.errors import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
-from model.checkpoint.hub import origin_of
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CALIBRATION_TOKENS
-from model.common.files import copy_file, write_file
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_bytes_up_to, read_content
-from model.common.tokenizer import (
-    TOKENIZER_FILE_PREFIXES,
-    TOKENIZER_JSON,
-    VOCABULARIES,
-    has_tokenizer,
-    open_tokenizer,
-    put_bos_first,
-)
-from model.common.tokenizer_errors import refusing_tokenizer_errors
-from model.common.typed_json import parse_object
+from model.common.read_files import read_bytes_up_to
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.record import OR_NAME_IT
@@ -48,8 +35,6 @@ LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
 LEAST_WINDOWS = 4
 """Minimum number of windows: every fourth is for validation."""
-_TIKTOKEN_LINE = 1000
-"""More bytes than the first line of a file of tiktoken has."""
 _PIECE = 1 << 16
 """Characters that are tokenised at a time."""
 _READ_BYTES = 1 << 26
@@ -72,7 +57,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
+    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window_tokens <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
@@ -114,8 +99,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
     tokenizer: Tokenizer | UnsupportedMethodError
     try:
-        tokenizer = _open_tokenizer(checkpoint)
-        bos_ids = _bos_ids(tokenizer, checkpoint)
+        tokenizer = open_fast_tokenizer(checkpoint)
+        bos_ids = find_bos_ids(tokenizer, checkpoint)
     except UnsupportedMethodError as error:  # raised again unless all documents are token ids
         if SELF in parts:
             raise
@@ -153,7 +138,7 @@ def _read_windows(
             elif isinstance(tokenizer, UnsupportedMethodError):
                 raise tokenizer
             else:
-                ids += _encode(tokenizer, piece, checkpoint)
+                ids += encode(tokenizer, piece, checkpoint)
             if len(ids) >= n_windows * length:
                 break
         if len(ids) >= n_windows * length:
@@ -165,97 +150,6 @@ def _read_windows(
         )
     body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
     return np.concatenate([np.tile(np.asarray(bos_ids, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
-
-
-def _open_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
-    content = checkpoint.side_files.get(TOKENIZER_JSON)
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UnsupportedMethodError(NO_TORCH) from error
-    if content is None:
-        tokenizer = _without_tokenizer_json(checkpoint)
-    else:
-        text = read_content(content, TOKENIZER_BYTES)
-        with refusing_tokenizer_errors(f"{checkpoint.path}/{TOKENIZER_JSON} is damaged", CheckpointError):
-            tokenizer = Tokenizer.from_str(text.decode())
-        put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return tokenizer_config.json; an empty object if there is none."""
-    content = checkpoint.side_files.get("tokenizer_config.json", b"{}")
-    try:
-        return parse_object(read_content(content, CONFIG_BYTES))
-    except InputError as error:
-        raise CheckpointError(f"{checkpoint.path}/tokenizer_config.json: {error}") from error
-
-
-def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
-    """Return the tokenizer that transformers makes of other files, such as the tokenizer.model of a Vicuna."""
-    save = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-    of_ids = "or give a text of token ids with --calibration"
-    advice = f"{save}, {of_ids}"
-    refusal = f"{checkpoint.path} has no {TOKENIZER_JSON}, which calibrating needs"
-    if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
-        name, commit = origin_of(checkpoint.path)
-        if commit is not None and not has_tokenizer(checkpoint.side_files):
-            advice = f"fetch all files of the model: hf download {name}; {of_ids}"
-        raise UnsupportedMethodError(f"{refusal}; {advice}.")
-    if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
-        raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")
-    try:
-        backend: Tokenizer | None = getattr(open_hf_tokenizer(checkpoint), "backend_tokenizer", None)
-    except CheckpointError as error:
-        raise UnsupportedMethodError(f"{refusal}: {str(error).rstrip('.')}; {of_ids}.") from error
-    if backend is None:
-        raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
-    return backend
-
-
-def _is_tiktoken(content: Path | bytes | None) -> bool:
-    """Return whether a tokenizer.model begins with a token in base64 and its number, as tiktoken's files do."""
-    if content is None:
-        return False
-    if isinstance(content, Path):
-        with content.open("rb") as file:
-            content = file.read(_TIKTOKEN_LINE)
-    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
-
-
-def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return transformers' tokenizer of a checkpoint. Raises CheckpointError if transformers cannot open its files.
-
-    Without tokenizer.json, the config says which class makes the tokenizer of the other files.
-    """
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        if TOKENIZER_JSON not in checkpoint.side_files:
-            write_file(folder / "config.json", checkpoint.config_text)
-        for file, content in checkpoint.side_files.items():
-            if file in VOCABULARIES or file.startswith(TOKENIZER_FILE_PREFIXES):
-                copy_file(content, folder / file)
-        try:
-            return open_tokenizer(folder)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(name, str(checkpoint.path))) from error
-
-
-def _bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text: a beginning-of-text token, or none."""
-    added, bare = (_encode(tokenizer, "a", checkpoint, special) for special in (True, False))
-    starts = added.index(bare[0]) if bare and bare[0] in added else 0
-    return added[:starts]
-
-
-def _encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
-    message = f"the tokenizer of {checkpoint.path} cannot read the calibration text"
-    with refusing_tokenizer_errors(message, UnsupportedMethodError):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    return ids
 
 
 def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:

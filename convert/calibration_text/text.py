@@ -18,7 +18,7 @@ class CalibrationText:
     name: str
     """`shipped`, `self`, the path or dataset as the user wrote it, or several joined by +."""
     n_windows: int
-    window: int
+    window_tokens: int
     """Tokens per window."""
     ids_NT: NDArray[np.int64] | None
     """None until the model has written its windows, and if `verify` has no tokens."""
@@ -37,7 +37,7 @@ class CalibrationText:
 
     @property
     def n_tokens(self) -> int:
-        return self.n_windows * self.window
+        return self.n_windows * self.window_tokens
 
     @property
     def parts(self) -> list[str]:
@@ -58,7 +58,7 @@ class CalibrationText:
         """The text's entry in `groupwise.json`."""
         return {
             "text": self.name, "sha256_of_ids": sha256_of_ids(self.ids_NT),
-            "windows": self.n_windows, "window": self.window,
+            "windows": self.n_windows, "window": self.window_tokens,
         }  # fmt: skip
 
     @property
@@ -73,7 +73,7 @@ class CalibrationText:
     def with_generated(self, generated_NT: NDArray[np.int64]) -> "CalibrationText":
         """Return the text with the windows that the model has written."""
         assert self.read_NT is not None
-        ids_NT = np.empty((self.n_windows, self.window), dtype=np.int64)
+        ids_NT = np.empty((self.n_windows, self.window_tokens), dtype=np.int64)
         ids_NT[list(self.generated)] = generated_NT
         ids_NT[np.setdiff1d(np.arange(self.n_windows), self.generated)] = self.read_NT
         return replace(self, ids_NT=ids_NT)

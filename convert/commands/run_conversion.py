@@ -11,6 +11,7 @@ from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
 from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
+from convert.output.target import staging_for
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.notes import check_vocabulary
@@ -60,7 +61,7 @@ def _convert(
 ) -> None:
     _refuse_to_replace_text(calibration, out)
     with open_checkpoint(source) as checkpoint:
-        staging = conversion.staging_for(checkpoint, out, output.overwrite)
+        staging = staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         check_vocabulary(checkpoint)
         if output.dry_run:
@@ -93,7 +94,7 @@ def _refuse_to_replace_text(calibration: str | None, out: Path) -> None:
 
 def _print_result(
     checkpoint: Checkpoint, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]
-) -> None:  # fmt: skip
+) -> None:
     if not plan.computed:
         console.echo("The number of K/V heads is unchanged; every tensor was copied.")
     elif plan.recipe.method in HEAD_METHODS:  # the other methods fit heads, so that cosines and norms say little
@@ -143,14 +144,14 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     """Return the device, time and disk space of a calibration; announce a slow one."""
     if plan.recipe.text is None:
         return {}
-    from convert.estimates.calibration import calibration_seconds
     from convert.estimates.latent import latent_seconds
+    from convert.estimates.merge import merge_seconds
 
     if isinstance(plan, LatentPlan):
         seconds = round(latent_seconds(checkpoint, plan))
     else:
         assert isinstance(plan, MergePlan)
-        seconds = round(calibration_seconds(checkpoint, plan))
+        seconds = round(merge_seconds(checkpoint, plan))
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
             f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {plan.faster}, but starts "

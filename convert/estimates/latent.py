@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.calibrate_layers import MAX_COMPARISON_TOKENS
+from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.refine import EVALUATIONS
-from convert.estimates.calibration import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
+from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.frequencies import even_positions, spacings
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
@@ -48,7 +48,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
         return 0.0
     with torch.inference_mode(), fast_float32_matmul(recipe.device):
         layer = _measure(checkpoint, plan)
-        writing = writing_seconds(plan, text.window * layer.run)
+        writing = writing_seconds(plan, text.window_tokens * layer.run)
     validation = text.n_tokens / VALIDATION_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(validation, MAX_COMPARISON_TOKENS) + text.n_tokens
     if recipe.refine:
@@ -57,7 +57,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
     tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
-    closed += tried * (layer.solving + surveyed / text.window * layer.queries)
+    closed += tried * (layer.solving + surveyed / text.window_tokens * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
     return len(plan.conversions) * seconds + writing
 
@@ -66,18 +66,18 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     """Run the first layer, and a latent attention of zeros, on random states."""
     text, conversion = plan.recipe.text, plan.conversions[0]
     assert text is not None
-    sizes, layers = conversion.sizes, open_layers(checkpoint, text.window, plan.recipe.device)
+    sizes, layers = conversion.sizes, open_layers(checkpoint, text.window_tokens, plan.recipe.device)
     started = time.perf_counter()
-    module = layers.load(0)
+    runnable = layers.load(0)
     load = time.perf_counter() - started
-    states_1TM = np.random.default_rng(0).standard_normal((1, text.window, sizes.hidden_size)).astype(np.float32)
+    states_1TM = np.random.default_rng(0).standard_normal((1, text.window_tokens, sizes.hidden_size)).astype(np.float32)
     states_NTM = np.broadcast_to(states_1TM, (text.n_windows, *states_1TM.shape[1:]))
-    layer = Layer(CalibrationWindows(text), module, states_NTM, Path(), lambda n: None)
-    batch = next(layer.text.batches())
+    layer = Layer(CalibrationWindows(text), runnable, states_NTM, Path(), lambda n: None)
+    batch = next(layer.windows.batches())
 
     def run() -> InputSums:
         sums = InputSums(layer, sizes.hidden_size)
-        module.run(layer.on_device(layer.states_NTM[batch]), sums.add)
+        runnable.run(layer.on_device(layer.states_NTM[batch]), sums.add)
         return sums
 
     drawn_keys = [(0, run().drawn_keys[0])]
@@ -93,8 +93,8 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         before.o_HMD,
     )
     target = conversion.target_at(even_positions(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
-    weights, x_BTM = latent_weights(latent, target.frequencies_F).to(module.device), layer.inputs(batch)
-    n_tokens = len(batch) * text.window
+    weights, x_BTM = latent_weights(latent, target.frequencies_F).to(runnable.device), layer.inputs(batch)
+    n_tokens = len(batch) * text.window_tokens
     return _Measured(
         load,
         fastest(run) / n_tokens,

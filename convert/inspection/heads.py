@@ -1,6 +1,6 @@
 """Measure the cosines of a model's K and V heads, layer by layer, and the losses of merging, by the weights alone.
 
-H query heads, K key/value heads, D head_dim, F = K·D.
+H query heads, K key/value heads, D head_dim, F = K·D, P RoPE pairs, X inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from convert.merging.moments import (
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
-    split,
+    split_groups,
 )
 from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
@@ -143,7 +143,7 @@ def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int
             _raw_cosine(attention.v_KDX, merge.source[2].tensors[0]),
         ),
         *_similarities(whole),
-        {method: {n: _loss(split(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
+        {method: {n: _loss(split_groups(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},
     )
 
 

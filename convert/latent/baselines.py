@@ -11,7 +11,7 @@
   (MHA2MLA, Ji et al. 2025), without any text.
 
 Letters: H query heads, K key/value heads, D head_dim, P pairs (D/2), F numbers of a fold (its pairs, of all K/V
-heads), R rotated dimensions, L latent, X inputs, W rows of keys and values of all heads.
+heads), C channels of the rotated key, L latent, X inputs, W rows of keys and values of all heads.
 """
 
 import numpy as np
@@ -52,7 +52,7 @@ def solve_as(
 
 def _latent(
     method: LatentMethod, rest_KDX: Real, v_KDX: Real, moments: InputMoments, size: int
-) -> tuple[Real, Real, Real]:  # fmt: skip
+) -> tuple[Real, Real, Real]:
     """Return the latent, and its maps to unrotated keys and values."""
     keys_WX, values_WX = (heads.reshape(-1, heads.shape[2]) for heads in (rest_KDX, v_KDX))
     ratio = 1.0

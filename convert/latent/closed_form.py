@@ -5,8 +5,9 @@ map of it commutes with the rotation. The shared rotated key holds the principal
 by the queries that read them. What it leaves out of slow pairs, and all values, go into the latent: the principal
 components of the inputs, weighted by what queries and output projections make of them.
 
-Letters: H query heads, K key/value heads, D head_dim, P pairs (D/2), F complex numbers of a fold (its pairs, of all
-K/V heads), C channels of a fold, L latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
+Letters: H query heads, K key/value heads, G query heads of one of these, D head_dim, U = 2·D (a key and a value), P
+pairs (D/2), F complex numbers of a fold (its pairs, of all K/V heads; in `frequencies_F`, all channels), C channels, L
+latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -106,7 +106,7 @@ def default_sizes(geometry: Geometry, latent: int | None, rope_dims: int | None)
 
 def choose_sizes(
     geometry: Geometry, latent: int, rope_dims: int, norm: LatentNormKind, frequencies: Frequencies = "longrope"
-) -> LatentSizes:  # fmt: skip
+) -> LatentSizes:
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
     if rope_dims % 2:

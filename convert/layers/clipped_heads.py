@@ -1,6 +1,6 @@
 """Observe how much of a layer's heads the class's clip cuts (`clip_qkv` of OLMo and MPT).
 
-The letters are those of `layer_module`.
+The letters are those of `runnable_layer`.
 """
 
 import torch

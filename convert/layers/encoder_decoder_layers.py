@@ -3,7 +3,7 @@
 A window of text is halved: the encoder reads its first half, the decoder its second half, after the token that begins
 a decoder's text. The states [B, T, M] of a window are the encoder's output, then the decoder's states. Each layer of
 the decoder counts as two here: its self-attention, and its cross-attention with the feed-forward network. Attention has
-no output at the encoder's positions; zeros are there. The letters are those of `layer_module`, and E the encoder's
+no output at the encoder's positions; zeros are there. The letters are those of `runnable_layer`, and E the encoder's
 positions, A those of the decoder.
 """
 
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.layers.layer_module import HeadObserver, HeadStates, ModelLayers, Weights
 from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
+from convert.layers.runnable_layer import HeadObserver, HeadStates, ModelLayers, Weights
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
-from convert.layers.layer_module import HeadObserver, LayerModule, ModelLayers
 from convert.layers.native_layers import NativeLayers
+from convert.layers.runnable_layer import HeadObserver, ModelLayers, RunnableLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
@@ -43,15 +43,15 @@ VALIDATION_EVERY = 4
 States = NDArray[np.float32]
 
 
-def is_validation_window(window: int) -> bool:
-    """Return whether a window is for validation: every fourth one."""
-    return window % VALIDATION_EVERY == VALIDATION_EVERY - 1
+def is_validation_window(index: int) -> bool:
+    """Return whether the window of this index is for validation: every fourth one."""
+    return index % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 
 def validation_text(text: CalibrationText) -> CalibrationText:
     """Return the validation windows of a text as a text of their own."""
     assert text.ids_NT is not None
-    ids_NT = text.ids_NT[[window for window in range(text.n_windows) if is_validation_window(window)]]
+    ids_NT = text.ids_NT[[index for index in range(text.n_windows) if is_validation_window(index)]]
     return replace(text, n_windows=len(ids_NT), ids_NT=ids_NT)
 
 
@@ -63,16 +63,16 @@ class CalibrationWindows:
     """
 
     def __init__(self, text: CalibrationText) -> None:
-        self.n_windows, self.length = text.n_windows, text.window
-        self._batch = max(1, _BATCH_TOKENS // self.length)
+        self.n_windows, self.window_tokens = text.n_windows, text.window_tokens
+        self._batch = max(1, _BATCH_TOKENS // self.window_tokens)
 
     @property
     def validation_windows(self) -> list[int]:
-        return [window for window in range(self.n_windows) if is_validation_window(window)]
+        return [index for index in range(self.n_windows) if is_validation_window(index)]
 
     @property
     def training_windows(self) -> list[int]:
-        return [window for window in range(self.n_windows) if not is_validation_window(window)]
+        return [index for index in range(self.n_windows) if not is_validation_window(index)]
 
     def batches(self, windows: Sequence[int] | None = None) -> Iterator[list[int]]:
         """Yield the indices of all windows, or of `windows`, batch by batch."""
@@ -85,33 +85,33 @@ class CalibrationWindows:
 class Layer:
     """One layer and its input states."""
 
-    text: CalibrationWindows
-    module: LayerModule
+    windows: CalibrationWindows
+    runnable: RunnableLayer
     states_NTM: States
     folder: Path
     advance: Advance
 
     @property
     def index(self) -> int:
-        return self.module.index
+        return self.runnable.index
 
     def inputs(self, windows: list[int]) -> Tensor:
         """Return the inputs of the layer's attention, [B, T, M]."""
-        return self.module.inputs(self.on_device(self.states_NTM[windows]))
+        return self.runnable.inputs(self.on_device(self.states_NTM[windows]))
 
     def on_device(self, states_BTM: States) -> Tensor:
         """Return states that were read from a file, on the layer's device."""
-        return torch.from_numpy(states_BTM).to(self.module.device)
+        return torch.from_numpy(states_BTM).to(self.runnable.device)
 
     def run(self, observer: HeadObserver) -> None:
         """Run the layer on the text, with its current weights. Calls `observer` with each batch's heads."""
         shape = self.states_NTM.shape
         with _writing(self._attended, shape) as write_attended, _writing(_following(self.folder), shape) as write_next:
-            for windows in self.text.batches():
-                attended_BTM, next_BTM = self.module.run(self.on_device(self.states_NTM[windows]), observer)
+            for windows in self.windows.batches():
+                attended_BTM, next_BTM = self.runnable.run(self.on_device(self.states_NTM[windows]), observer)
                 write_attended(attended_BTM)
                 write_next(next_BTM)
-                self.advance(len(windows) * self.text.length)
+                self.advance(len(windows) * self.windows.window_tokens)
 
     @property
     def attended_NTM(self) -> States:
@@ -128,7 +128,7 @@ class Layer:
         _make_inputs(self.folder, self.index + 1)
         self._attended.unlink()
         _states(self.folder, self.index).unlink()
-        del self.module  # else whoever holds this object would hold them while the next layer is loaded
+        del self.runnable  # else whoever holds this object would hold them while the next layer is loaded
 
 
 def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers:
@@ -162,7 +162,7 @@ def iter_layers(
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """
-    windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window, device)
+    windows, layers = CalibrationWindows(text), open_layers(checkpoint, text.window_tokens, device)
     first = _begin(layers, text, windows, folder)
     advance(first * (text.n_tokens + more_tokens))
     for index in range(first, layers.n_layers):
@@ -217,7 +217,7 @@ def _begin(layers: ModelLayers, text: CalibrationText, windows: CalibrationWindo
     assert text.ids_NT is not None
     batches = (layers.embed(torch.from_numpy(text.ids_NT[batch])) for batch in windows.batches())
     first_BTM = next(batches)
-    with _writing(_following(folder), (text.n_windows, text.window, first_BTM.shape[2])) as write:
+    with _writing(_following(folder), (text.n_windows, text.window_tokens, first_BTM.shape[2])) as write:
         write(first_BTM)
         for states_BTM in batches:
             write(states_BTM)

@@ -1,4 +1,4 @@
-"""Run the layers of the project's own decoder: Llama, Mistral, Qwen 2. The letters are those of `layer_module`."""
+"""Run the layers of the project's own decoder: Llama, Mistral, Qwen 2. The letters are those of `runnable_layer`."""
 
 from functools import cached_property
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.layers.layer_module import HeadObserver, HeadStates, LayerModule, ModelLayers, Weights
+from convert.layers.runnable_layer import HeadObserver, HeadStates, ModelLayers, RunnableLayer, Weights
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -49,7 +49,7 @@ class NativeLayers(ModelLayers):
         return NativeLayer(self.config, index, block, self._rotation)
 
 
-class NativeLayer(LayerModule):
+class NativeLayer(RunnableLayer):
     """One block of the decoder."""
 
     def __init__(self, config: LlamaConfig, index: int, block: Block, rotation: Rotation) -> None:

@@ -1,6 +1,6 @@
-"""Observe the attention of layers that a class of transformers runs: what `transformers_module` and T5's layers share.
+"""Observe the attention of layers that a class of transformers runs: what `transformers_layer` and T5's layers share.
 
-The letters are those of `layer_module`.
+The letters are those of `runnable_layer`.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.layer_module import LayerModule
+from convert.layers.runnable_layer import RunnableLayer
 from model.checkpoint import Checkpoint
 from model.decoder.observed_attention import ObservedCall, Observer, attention_weights, observe_attention
 from model.decoder.transformers_classes import no_attention_function, refusing
@@ -32,7 +32,7 @@ def embedding_rows(checkpoint: Checkpoint, name: str, ids: Tensor) -> tuple[Tens
     return torch.from_numpy(np.concatenate(read).astype(np.float32)), rows
 
 
-class ObservedLayer(LayerModule):
+class ObservedLayer(RunnableLayer):
     """A layer whose attention module's queries, keys and values are observed. Subclasses set the attributes."""
 
     _attention: Any

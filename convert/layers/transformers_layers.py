@@ -2,7 +2,7 @@
 
 The model is built without memory for its weights. Calling its decoder with layers that only record gives the arguments
 that each layer receives: masks, rotary embeddings, whatever the class passes. Then each layer is loaded and run alone.
-The letters are those of `layer_module`.
+The letters are those of `runnable_layer`.
 """
 
 import functools
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from convert.calibration_text.read import LONGEST_WINDOW
 from convert.layers.clipped_heads import ClippedHeads
-from convert.layers.layer_module import ModelLayers
 from convert.layers.observed_layer import embedding_rows, refusing_to_run
-from convert.layers.transformers_module import Arguments, StopForwardError, TransformersLayer, recording
+from convert.layers.runnable_layer import ModelLayers
+from convert.layers.transformers_layer import Arguments, StopForwardError, TransformersLayer, recording
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device

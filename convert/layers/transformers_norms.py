@@ -1,4 +1,4 @@
-"""Norms of queries and keys in a class of transformers. The letters are those of `layer_module`."""
+"""Norms of queries and keys in a class of transformers. The letters are those of `runnable_layer`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.layer_module import Weights
+from convert.layers.runnable_layer import Weights
 from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms

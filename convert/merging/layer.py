@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from convert.merging.heads import GroupReport, report_on_group
 from convert.merging.methods import find_layer_method
-from convert.merging.moments import Maps, Moments, apply, keep_logit_variance, moments_from_weights
+from convert.merging.moments import Maps, Moments, keep_logit_variance, map_heads, moments_from_weights
 from convert.merging.norms import normalise, with_norms
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import round_once, widen
@@ -145,13 +145,13 @@ class ConvertedLayer:
 def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
     merge_group = find_layer_method(method)
-    return apply_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
+    return merge_with_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
 
 
-def apply_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+def merge_with_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
     """Return the attention with each group's heads mapped. Each query head keeps the variance of its logits."""
     maps = [keep_logit_variance(*pair) for pair in zip(moments, maps, strict=True)]
-    merged = apply(attention, maps)
+    merged = map_heads(attention, maps)
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
 
 
@@ -163,7 +163,7 @@ def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
 
 def finish_layer(
     checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
-) -> ConvertedLayer:  # fmt: skip
+) -> ConvertedLayer:
     """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}

@@ -1,11 +1,11 @@
 """The inputs (`Moments`) and results (`Maps`) of the layer methods, for one group of heads.
 
 A method does not read weights. Its input is the second moments of a group's heads, its result linear maps of the heads,
-and `apply` multiplies the weights by these maps. So the same two numbers measure all methods: `relative_logit_error`
-and `relative_output_error`.
+and `map_heads` multiplies the weights by these maps. So the same two numbers measure all methods:
+`relative_logit_error` and `relative_output_error`.
 
-H query heads and K key/value heads of the group, D head_dim, F = K·D the key or value heads side by side, P RoPE
-pairs, X inputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
+H query heads and K key/value heads of the group, G groups, D head_dim, F = K·D the key or value heads side by side, P
+RoPE pairs, X inputs, M outputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
 """
 
 from dataclasses import dataclass, replace
@@ -76,7 +76,7 @@ def moments_from_weights(group: LayerAttention, raw_keys: bool = False) -> Momen
     return drop_cross_pair_terms(moments)
 
 
-def split(whole: Moments, n_groups: int) -> list[Moments]:
+def split_groups(whole: Moments, n_groups: int) -> list[Moments]:
     """Return the moments of each group of neighbours, as views of a whole layer's moments."""
     n_queries, n_rows = len(whole.queries_HDD) // n_groups, len(whole.keys_FF) // n_groups
     groups = []
@@ -157,7 +157,7 @@ def keep_logit_variance(moments: Moments, maps: Maps) -> Maps:
     return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
 
 
-def apply(attention: LayerAttention, maps: list[Maps]) -> LayerAttention:
+def map_heads(attention: LayerAttention, maps: list[Maps]) -> LayerAttention:
     """Return a layer's attention with one shared K/V head for each of its G groups, without norms.
 
     `maps`: one entry a group. H and K are the heads of all groups.

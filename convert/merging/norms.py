@@ -5,7 +5,7 @@ by one number, and for heads normalised together, all heads of a token by the sa
 after the norm become linear maps of the projections' rows, where each key head counts with its mean scale. The merged
 layer normalises its own heads. Its norm weights are the group's, times the number that keeps the mean length.
 
-H query heads, K key/value heads, D head_dim, F = K·D the keys of a group side by side, X inputs.
+H query heads, K key/value heads, G groups, D head_dim, F = K·D the keys of a group side by side, X inputs.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Hold the weights of one layer's attention as heads, in float64.
 
-H query heads, K key/value heads, D head_dim, P RoPE pairs, X inputs (hidden size, and a constant 1 where there are
-biases), M outputs.
+H query heads, K key/value heads, D head_dim, C = H·D, P RoPE pairs, X inputs (hidden size, and a constant 1 where
+there are biases), M outputs.
 """
 
 from dataclasses import dataclass, replace

@@ -1,1 +1,1 @@
-"""Write the output: shards, `config.json`, `groupwise.json` and the model card."""
+"""Check that OUT can be written; write shards, `groupwise.json` and the model card."""

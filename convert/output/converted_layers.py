@@ -13,7 +13,7 @@ from model.checkpoint import Checkpoint
 class ConvertedLayerCache:
     """Converted layers shared by several workers. Each layer is computed once for all its tensors.
 
-    With a `calibrated` folder, layers are read from the files that `convert.calibration.calibrate_layers` wrote there.
+    With a `calibrated` folder, layers are read from the files that the calibration wrote there.
     """
 
     def __init__(self, checkpoint: Checkpoint, n_workers: int, calibrated: Path | None = None) -> None:

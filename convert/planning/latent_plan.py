@@ -202,7 +202,7 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale:
 
 def _shards(
     checkpoint: Checkpoint, layers: Sequence[LatentConversion], computed: dict[str, OutputTensor]
-) -> tuple[Shard, ...]:  # fmt: skip
+) -> tuple[Shard, ...]:
     """Return the source's shards with the output's tensors: each takes the place of the one that it replaces."""
     replaced: dict[str, tuple[str, ...]] = {}
     for layer in layers:

@@ -26,7 +26,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 if TYPE_CHECKING:
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -91,12 +91,12 @@ class MergePlan(Plan):
     def _calibrate(
         self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
     ) -> tuple[str, ...]:
-        from convert.calibration.calibrate_layers import calibrate_layers  # imported here, because they need torch
-        from convert.calibration.within_clip import calibrate_layers_within_clip
+        from convert.calibration.merge_layers import calibrate_merges  # imported here, because they need torch
+        from convert.calibration.within_clip import calibrate_merges_within_clip
 
         if find_clip(find_family(checkpoint.config).config):
-            return calibrate_layers_within_clip(checkpoint, self.conversions, text, folder, advance)
-        calibrate_layers(checkpoint, self.conversions, text, folder, advance)
+            return calibrate_merges_within_clip(checkpoint, self.conversions, text, folder, advance)
+        calibrate_merges(checkpoint, self.conversions, text, folder, advance)
         return ()
 
     def weights(self, index: int, tensors: dict[str, Real]) -> "Weights":
@@ -119,7 +119,8 @@ class MergePlan(Plan):
             program += _TRANSFORMERS_BYTES
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
         if self.geometry.alibi and self.recipe.text is not None:
-            running += 2 * 4 * self.geometry.n_heads * self.recipe.text.window**2  # masks and weights of all heads
+            masks_and_weights = 2 * 4 * self.geometry.n_heads * self.recipe.text.window_tokens**2  # of all heads
+            running += masks_and_weights
         if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
             encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
             running = max(running, encoder)
@@ -131,7 +132,7 @@ class MergePlan(Plan):
 
 def make_merge_plan(
     checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
-) -> MergePlan:  # fmt: skip
+) -> MergePlan:
     """Plan a merge of `checkpoint` to `n_kv_heads` K/V heads; None keeps their number.
 
     Raises CheckpointError if that is impossible.

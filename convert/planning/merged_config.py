@@ -13,7 +13,7 @@ from model.geometry import Geometry, set_key
 
 def merged_config(
     checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int, regrouped: bool, code: Code | None
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Return `config.json` with the new number of K/V heads. Every other key keeps its spelling and order.
 
     If heads were regrouped, add the keys that version 4 of transformers reads beside those of version 5. If the stock

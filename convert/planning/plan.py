@@ -24,7 +24,7 @@ from model.geometry import Geometry
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
@@ -206,7 +206,7 @@ class Plan(ABC):
 
 def plan_shards(
     checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, TensorInfo], max_shard_size: int | None
-) -> tuple[Shard, ...]:  # fmt: skip
+) -> tuple[Shard, ...]:
     """Return the source's shards, or new ones of at most `max_shard_size` bytes."""
     if max_shard_size is None and checkpoint.keep_source_shards:
         return shards

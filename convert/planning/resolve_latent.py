@@ -67,7 +67,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
 
 def _check_default(
     checkpoint: Checkpoint, geometry: Geometry, default: int, rope_dims: int, options: LatentOptions
-) -> None:  # fmt: skip
+) -> None:
     """Raise CheckpointError if the default size of the latent does not fit a model, or saves nothing.
 
     The message names sizes that fit.
@@ -98,7 +98,7 @@ def _check_default(
 
 def _check_baseline(
     options: LatentOptions, sizes: LatentSizes, frequencies: Frequencies, source_rope: SourceRope
-) -> None:  # fmt: skip
+) -> None:
     """Raise CheckpointError if a method for comparison does not have these options.
 
     Every c-th frequency of the source is a power of a base, unless they are scaled. Then `longrope` lists them.

@@ -54,9 +54,7 @@ class OutputTensor:
         return tuple(heads for heads in self.layer.reported if heads.tensors[0] == self.tensor.name)
 
 
-def regroup(
-    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int
-) -> dict[str, OutputTensor]:  # fmt: skip
+def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int) -> dict[str, OutputTensor]:
     """Return the output tensors that change with the number of heads, by name. `tensors`: the source's tensors.
 
     With fewer heads than before, each group of neighbours is merged. With more, each head is repeated.
@@ -115,7 +113,7 @@ def _prefixes(geometry: Geometry) -> list[str]:
 
 def layer_merges(
     geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
-) -> tuple[LayerMerge, ...]:  # fmt: skip
+) -> tuple[LayerMerge, ...]:
     """Return the merges of whole layers, in order, by one of LAYER_METHODS. `tensors`: the source's tensors.
 
     Raises UnsupportedMethodError if the method cannot merge this family's heads.

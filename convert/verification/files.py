@@ -66,7 +66,7 @@ def _compare_config(out: Checkpoint, plan: Plan, findings: Findings) -> None:
 
 def _compare_side_files(
     source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
-) -> None:  # fmt: skip
+) -> None:
     origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
     expected = {**copied_files(source, plan), MODEL_CARD: model_card(source, plan, origin)}
     for name, content in expected.items():

@@ -20,7 +20,7 @@ from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.layer_module import Weights
+    from convert.layers.runnable_layer import Weights
 
 WEIGHTS_ONLY_TOL = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
@@ -38,7 +38,7 @@ between processors, so the weights themselves cannot be compared."""
 
 def recompute_layers(
     source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
-) -> ConvertedLayerCache | None:  # fmt: skip
+) -> ConvertedLayerCache | None:
     """Return the merged layers; None if they cannot be recomputed."""
     if findings.unchecked:
         return None
@@ -87,9 +87,9 @@ def is_compared_by_errors(recipe: Recipe) -> bool:
 
 def compare_by_errors(
     source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
-) -> None:  # fmt: skip
+) -> None:
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
-    from convert.calibration.calibrate_layers import validation_errors
+    from convert.calibration.convert_layers import validation_errors
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""

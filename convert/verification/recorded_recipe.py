@@ -19,7 +19,7 @@ from model.common.file_names import CONVERSION_RECORD
 
 def recorded_recipe(
     source: Checkpoint, out_path: Path, record: dict[str, Any], device: str, findings: Findings
-) -> Recipe:  # fmt: skip
+) -> Recipe:
     """Return the recipe that OUT records, for a device.
 
     If OUT's calibration tokens are not usable, add to `findings.unchecked`.
@@ -59,7 +59,7 @@ def _check_repeatable(record: dict[str, Any], path: Path) -> None:
 
 def _stored_text(
     source: Checkpoint, out_path: Path, recorded: dict[str, Any], device: str, findings: Findings
-) -> CalibrationText:  # fmt: skip
+) -> CalibrationText:
     """Return OUT's calibration text, with the tokens stored in OUT if they match the record."""
     try:
         if find_spec("torch") is None:
@@ -67,7 +67,7 @@ def _stored_text(
         from convert.layers.layer_stream import check_tokens, open_layers
 
         text = read_stored(out_path, recorded)
-        check_tokens(open_layers(source, text.window, device), text)
+        check_tokens(open_layers(source, text.window_tokens, device), text)
         return text
     except CheckpointError as error:
         findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")

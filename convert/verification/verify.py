@@ -4,7 +4,7 @@ The expected tensors depend only on the source, and on OUT's recipe, number of g
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -85,31 +85,15 @@ def verify(
         layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
         if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.computed) <= set(same_names):
             compare_by_errors(source, out, plan, layers, Path(scratch) / "scored", findings)
-        checks = [partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names]
+        checks = {name: partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names}
         layer_wise = [name for name in same_names if name in plan.computed and plan.computed[name].layer]
+        unread = [path for path in source.weight_files if path not in compared]
         stop = threading.Event()
         digests = [
-            *(
-                partial(_compare_source_file, path, record, stop)
-                for path in source.weight_files
-                if path not in compared
-            ),
+            *(partial(_compare_source_file, path, record, stop) for path in unread),
             *(partial(_compare_recorded_tensor, out, record, name) for name in layer_wise),
         ]
-        total = sum(out.tensors[name].nbytes for name in same_names)
-        bar = console.progress_bar("Verifying", total, quiet)
-        with bar as progress, ThreadPoolExecutor(plan.workers(workers)) as pool:
-            digest_results = [pool.submit(check) for check in digests]
-            try:
-                for name, difference in zip(same_names, pool.map(lambda check: check(), checks), strict=True):
-                    progress(out.tensors[name].nbytes)
-                    findings.differences += difference
-                for result in digest_results:
-                    findings.differences += result.result()
-            except BaseException:  # an interrupt must not wait until every file is read
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        findings.differences += _run_checks(out, checks, digests, stop, plan.workers(workers), quiet)
         findings.n_copied = len(same_names) - len(plan.computed.keys() & set(same_names))
         findings.n_computed = 0 if layers is None else len(same_names) - findings.n_copied
         compare_files(source, out, plan, record, findings)
@@ -152,6 +136,35 @@ def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]
                 f"the tensor {name} is {tensor.dtype} {tensor.shape}; it should be {expected.dtype} {expected.shape}"
             )
     return same
+
+
+Check = Callable[[], list[str]]
+"""A comparison; returns differences, in sentences."""
+
+
+def _run_checks(
+    out: Checkpoint, checks: Mapping[str, Check], digests: Sequence[Check], stop: threading.Event, workers: int,
+    quiet: bool,
+) -> list[str]:  # fmt: skip
+    """Run the comparisons of tensors, by name, and of digests in threads. Return the differences.
+
+    `stop` ends the reading of files: an interrupt must not wait until every file is read.
+    """
+    differences: list[str] = []
+    bar = console.progress_bar("Verifying", sum(out.tensors[name].nbytes for name in checks), quiet)
+    with bar as progress, ThreadPoolExecutor(workers) as pool:
+        digest_results = [pool.submit(check) for check in digests]
+        try:
+            for name, difference in zip(checks, pool.map(lambda check: check(), checks.values()), strict=True):
+                progress(out.tensors[name].nbytes)
+                differences += difference
+            for result in digest_results:
+                differences += result.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return differences
 
 
 def _compare_tensor(

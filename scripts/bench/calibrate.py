@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 
-from convert.calibration import calibrate_layers
+from convert.calibration import convert_layers, merge_layers
 from convert.calibration.refine import refine as refine_layer
 from convert.calibration_text.choices import DEFAULT_TOKENS
-from convert.estimates import calibration as estimate
+from convert.estimates import merge as estimate
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, write_random
@@ -63,8 +63,9 @@ def convert(*arguments: object) -> None:
 def measure(source: Path, out: Path, tokens: int) -> dict[str, float]:
     """Return the seconds of a layer with and without refining, and their estimate, in processor time."""
     common = arguments(source, out, tokens)
-    merge, refine = Timer(calibrate_layers.merge_layer), Timer(refine_layer)
-    with mock.patch.multiple(calibrate_layers, merge_layer=merge, refine=refine):
+    merge, refine = Timer(merge_layers.merge_layer), Timer(refine_layer)
+    patches = mock.patch.object(merge_layers, "merge_layer", merge), mock.patch.object(convert_layers, "refine", refine)
+    with patches[0], patches[1]:
         convert(*common)
     per_layer = merge.seconds / merge.calls
     refining = refine.seconds / refine.calls
@@ -82,14 +83,14 @@ def estimates(common: tuple[object, ...]) -> dict[str, float]:
 def estimated(*arguments: object) -> float:
     """Return the estimate of --dry-run for a layer, in processor time."""
     seconds: list[float] = []
-    original = estimate.calibration_seconds
+    original = estimate.merge_seconds
 
     def kept(checkpoint: Checkpoint, plan: MergePlan) -> float:
-            seconds.append(original(checkpoint, plan) / len(plan.conversions))
-            return seconds[-1]
+        seconds.append(original(checkpoint, plan) / len(plan.conversions))
+        return seconds[-1]
 
     clock = mock.patch.object(time, "perf_counter", time.process_time)
-    with clock, mock.patch.object(estimate, "calibration_seconds", kept):
+    with clock, mock.patch.object(estimate, "merge_seconds", kept):
         convert(*arguments, "--dry-run")
     return seconds[0]
 

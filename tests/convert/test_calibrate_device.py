@@ -12,7 +12,7 @@ from pretended_device import NAME, pretended_device
 from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import calibrate_layers
+from convert.calibration import convert_layers
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
@@ -65,7 +65,7 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate_layers, "refit_output", fail)
+        patch.setattr(convert_layers, "refit_output", fail)
         result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit")
     words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
     assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)

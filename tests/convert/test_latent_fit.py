@@ -219,7 +219,7 @@ def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
         before, moments = work.read(checkpoint), sums.moments()
         frequencies = np.array(work.source_rope.frequencies)
-        n_windows, length, half = layer.text.n_windows, layer.text.length, 4
+        n_windows, length, half = layer.windows.n_windows, layer.windows.window_tokens, 4
         keys, mixed, tokens = (np.zeros((64, 64)) for _ in range(3))
         for window in range(n_windows):
             x = layer.inputs([window])[0].double().numpy()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert as package
 from convert.calibration import refine
-from convert.layers.layer_module import Weights
+from convert.layers.runnable_layer import Weights
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 SHIPPED = Path(package.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"

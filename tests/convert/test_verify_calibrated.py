@@ -18,7 +18,7 @@ from damage import rewrite, sign
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.calibrate_layers import validation_errors
+from convert.calibration.convert_layers import validation_errors
 from convert.calibration.layer_output import squared_error, weights_of
 from convert.calibration_text.read import read_calibration_text
 from convert.layers.layer_stream import iter_layers
@@ -183,7 +183,7 @@ def test_the_errors_of_refined_layers_need_only_validation_windows(
         (tmp_path / "whole").mkdir()
         for layer in iter_layers(checkpoint, text, tmp_path / "whole", lambda n: None, "cpu"):
             layer.run(lambda heads: None)
-            windows = layer.text.validation_windows
+            windows = layer.windows.validation_windows
             expected[layer.index] = [squared_error(layer, weights, windows) for weights in versions[layer.index]]
         run_layer = NativeLayer.run
 

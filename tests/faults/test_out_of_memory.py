@@ -8,7 +8,7 @@ import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
 
-from convert.layers.transformers_module import TransformersLayer
+from convert.layers.transformers_layer import TransformersLayer
 from convert.merging.layer_file import save_layer
 from model.common import console
 from model.common.machine import available_memory
@@ -68,7 +68,7 @@ def test_a_device_that_fails(convert, tmp_path, monkeypatch, error, words):
     assert len(list(kept.rglob("*.npz"))) == 1
     saves = []
     monkeypatch.setattr(
-        "convert.calibration.calibrate_layers.save_layer", lambda *given: saves.append(save_layer(*given))
+        "convert.calibration.convert_layers.save_layer", lambda *given: saves.append(save_layer(*given))
     )
     convert(*arguments).succeeded()
     assert len(saves) == tiny.N_LAYERS - 1

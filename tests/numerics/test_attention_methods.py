@@ -13,9 +13,9 @@ from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
 from convert.merging.moments import (
     Maps,
     Moments,
-    apply,
     drop_cross_pair_terms,
     keep_logit_variance,
+    map_heads,
     moments_from_weights,
     relative_logit_error,
     relative_output_error,
@@ -227,7 +227,7 @@ def test_maps_of_all_groups_are_applied_as_those_of_each(n_kv_heads, bias):
     n_queries, n_keys = N_HEADS // groups, n_kv_heads // groups
     shapes = [(HEAD_DIM, n_keys * HEAD_DIM), (n_queries, HEAD_DIM, HEAD_DIM)] * 2
     maps = [Maps(*(rng.normal(size=shape) for shape in shapes)) for _ in range(groups)]
-    merged = apply(attention, maps)
+    merged = map_heads(attention, maps)
     assert len(merged.k_KDX) == len(merged.v_KDX) == groups
     for g, group in enumerate(attention.groups(groups)):
         queries = slice(g * n_queries, (g + 1) * n_queries)

@@ -11,7 +11,8 @@ from equivalent_heads import equivalent_mha, logits
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration import calibrate_layers, moment_sums
+from convert.calibration import moment_sums
+from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream
 from convert.layers.native_layers import NativeLayer
@@ -109,7 +110,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
         plan = make_merge_plan(checkpoint, GROUPS, Recipe("fit", text=sample), None)
-        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / "scratch", lambda n: None)
+        calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / "scratch", lambda n: None)
         for layer in plan.conversions:
             assert load_layer(layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
@@ -128,9 +129,9 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
 def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
     """To the bit. `sink`: what an attention sink takes of every query."""
     n_heads, size, n_keys, n_queries = 8, 4, 40, 5
-    cpu, layer_text = torch.device("cpu"), SimpleNamespace(n_windows=4, length=n_keys)
-    module = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
-    sums = moment_sums.MomentSums(SimpleNamespace(index=3, module=module, text=layer_text), GROUPS)
+    cpu, windows = torch.device("cpu"), SimpleNamespace(n_windows=4, window_tokens=n_keys)
+    runnable = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
+    sums = moment_sums.MomentSums(SimpleNamespace(index=3, runnable=runnable, windows=windows), GROUPS)
     generator = torch.Generator().manual_seed(0)
     weights_HST = torch.rand(n_heads, n_queries, n_keys, generator=generator).softmax(-1) * (1 - sink)
     k_KTD = torch.randn(n_heads, n_keys, size, generator=generator)
@@ -174,7 +175,7 @@ def test_states_are_the_models(tmp_path, watched):
                 if path.exists():
                     kept[index] = np.load(path)
 
-        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / "scratch", progress)
+        calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / "scratch", progress)
     with torch.inference_mode():
         hidden = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
     assert set(kept) >= set(range(len(plan.conversions)))
@@ -200,7 +201,7 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
                     raise Stop
                 counts.append(n)
 
-            calibrate_layers.calibrate_layers(checkpoint, plan.conversions, sample, tmp_path / place, progress)
+            calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / place, progress)
             assert sum(counts) == len(plan.conversions) * (sample.n_tokens + refine)
             return [load_layer(layer, tmp_path / place).tensors for layer in plan.conversions]
 

@@ -13,8 +13,8 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration import calibrate_layers
 from convert.calibration.layer_output import weights_of
+from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream, transformers_layers
 from convert.layers.transformers_layers import TransformersLayers
@@ -189,7 +189,7 @@ def merged(tmp_path, monkeypatch, use_class):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         recipe = Recipe("fit", refit=True, refine=256, text=text)
         plan = make_merge_plan(checkpoint, 2, recipe, None)
-        calibrate_layers.calibrate_layers(checkpoint, plan.conversions, text, place, lambda n: None)
+        calibrate_merges(checkpoint, plan.conversions, text, place, lambda n: None)
         return [load_layer(layer, place).tensors for layer in plan.conversions]
 
 

@@ -1,7 +1,7 @@
 """Run one layer of any family by its class in transformers, and observe its attention.
 
 `model.decoder.observed_attention` sees the rotated queries and keys and the values. Before a layer is used, random
-inputs show whether its heads are what Groupwise knows of the family. The letters are those of `layer_module`.
+inputs show whether its heads are what Groupwise knows of the family. The letters are those of `runnable_layer`.
 """
 
 import inspect
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from convert.layers.layer_module import HeadObserver, HeadStates, Weights
 from convert.layers.observed_layer import ObservedLayer
+from convert.layers.runnable_layer import HeadObserver, HeadStates, Weights
 from convert.layers.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections

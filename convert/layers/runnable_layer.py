@@ -1,9 +1,9 @@
 """Define one interface for running a model layer by layer, whatever code runs it.
 
 `native_layers.py` runs the project's own decoder, `transformers_layers.py` the model's class in transformers. Methods
-and moments do not know which one runs. Letters: N windows, B windows in a batch, T tokens, M hidden size, H query
-heads, K key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size,
-and a constant 1 where there are biases).
+and moments do not know which one runs. Letters: B windows in a batch, T tokens, M hidden size, H query heads, K
+key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size, and a
+constant 1 where there are biases).
 """
 
 from abc import ABC, abstractmethod
@@ -58,7 +58,7 @@ class Weights:
         return (matrix for matrix in matrices if matrix is not None)
 
 
-class LayerModule(ABC):
+class RunnableLayer(ABC):
     """One layer in memory, in float32. All its tensors, inputs and outputs are on one device."""
 
     index: int
@@ -144,5 +144,5 @@ class ModelLayers(ABC):
         """Raise CheckpointError if the first layer shows that the model cannot be run layer by layer."""
 
     @abstractmethod
-    def load(self, index: int) -> LayerModule:
+    def load(self, index: int) -> RunnableLayer:
         """Return one layer. The layer before it is not needed any more."""

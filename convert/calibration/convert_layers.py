@@ -1,0 +1,109 @@
+"""Convert the layers of a model one by one on a calibration text, whatever replaces their attention."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import torch
+
+from convert.calibration.latent_weights import LatentWeights
+from convert.calibration.layer_output import AnyAttention, AnyWeights, outputs, squared_error
+from convert.calibration.refine import refine
+from convert.calibration.refit_output import refit_output
+from convert.calibration_text.text import CalibrationText
+from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
+from convert.layers.runnable_layer import Weights
+from convert.merging.layer import ConvertedLayer, LayerConversion
+from convert.merging.layer_file import FINISHED, save_layer
+from convert.merging.recipe import Recipe
+from model.checkpoint import Checkpoint
+from model.common.console import Advance
+from model.common.files import sync_folder
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
+
+MAX_COMPARISON_TOKENS = 4096
+"""Maximum validation tokens on which solutions are compared."""
+
+
+@torch.no_grad()
+def write_layers(
+    checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
+    advance: Advance, convert: Callable[[Layer], ConvertedLayer],
+) -> None:  # fmt: skip
+    """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
+
+    `advance` counts tokens, of the text and of refining, layer by layer. A killed run resumes at the layer it had
+    reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / FINISHED).exists():
+        return
+    recipe = conversions[0].recipe
+    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, advance, recipe.device, recipe.refine):
+            save_layer(convert(layer), conversions[layer.index], folder)
+    sync_folder(folder)
+    (folder / FINISHED).touch()
+    last_states(folder).unlink()
+
+
+@torch.no_grad()
+def validation_errors(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    folder: Path,
+    indices: Collection[int],
+    versions: Callable[[int], Sequence[Weights | LatentWeights]],
+) -> dict[int, list[float]]:
+    """Return the validation errors of versions of some layers on a recipe's text, by layer index.
+
+    `versions` returns the versions of a layer, given its index. Only the validation windows are run, up to the last of
+    these layers.
+    """
+    assert recipe.text is not None
+    text = validation_text(recipe.text)
+    folder.mkdir(parents=True)
+    errors, last = {}, max(indices)
+    with fast_float32_matmul(recipe.device):
+        for layer in iter_layers(checkpoint, text, folder, lambda n: None, recipe.device):
+            layer.run(lambda heads: None)
+            if layer.index in indices:
+                windows = list(range(text.n_windows))
+                errors[layer.index] = [squared_error(layer, weights, windows) for weights in versions(layer.index)]
+            if layer.index == last:
+                break
+    return errors
+
+
+def refit_and_refine(
+    layer: Layer,
+    recipe: Recipe,
+    attention: AnyAttention,
+    to_weights: Callable[[AnyAttention], AnyWeights],
+    from_weights: Callable[[AnyAttention, AnyWeights], AnyAttention],
+    advance: Advance,
+) -> AnyAttention:
+    """Return the attention with its output projection refitted, all of it refined, and the projection refitted again.
+
+    The recipe says which of this is done. `to_weights` copies the attention to float32, and `from_weights` puts such
+    values back.
+    """
+
+    def refitted(attention: AnyAttention) -> AnyAttention:
+        answers = outputs(layer, to_weights(attention), range(layer.windows.n_windows))
+        return refit_output(attention, answers, layer.runnable.device)
+
+    if recipe.refit:
+        attention = refitted(attention)
+    if recipe.refine:
+        start = to_weights(attention)
+        best = refine(layer, start, recipe.refine, recipe.seed, advance)
+        if best is not start:  # training changed queries, keys and values, so another projection is best
+            attention = from_weights(attention, best)
+            attention = refitted(attention) if recipe.refit else attention
+    return attention
+
+
+def comparison_windows(layer: Layer) -> list[int]:
+    """Return the validation windows on which solutions are compared."""
+    validation = layer.windows.validation_windows
+    return validation[: -(-MAX_COMPARISON_TOKENS // layer.windows.window_tokens)]

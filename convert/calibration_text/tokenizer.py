@@ -1,0 +1,125 @@
+"""Open a checkpoint's tokenizer, from tokenizer.json or from the other files that transformers reads."""
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from convert.errors import NO_TORCH, UnsupportedMethodError
+from model.checkpoint import Checkpoint
+from model.checkpoint.hub import origin_of
+from model.common.errors import CheckpointError, InputError
+from model.common.files import copy_file, write_file
+from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_content
+from model.common.tokenizer import (
+    TOKENIZER_FILE_PREFIXES,
+    TOKENIZER_JSON,
+    VOCABULARIES,
+    has_tokenizer,
+    open_tokenizer,
+    put_bos_first,
+)
+from model.common.tokenizer_errors import refusing_tokenizer_errors
+from model.common.typed_json import parse_object
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TIKTOKEN_LINE = 1000
+"""More bytes than the first line of a file of tiktoken has."""
+
+
+def open_fast_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
+    """Return the tokenizer of a checkpoint, which neither cuts nor pads texts.
+
+    Raises UnsupportedMethodError if it has none that can be opened, CheckpointError if tokenizer.json is damaged.
+    """
+    content = checkpoint.side_files.get(TOKENIZER_JSON)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UnsupportedMethodError(NO_TORCH) from error
+    if content is None:
+        tokenizer = _without_tokenizer_json(checkpoint)
+    else:
+        text = read_content(content, TOKENIZER_BYTES)
+        with refusing_tokenizer_errors(f"{checkpoint.path}/{TOKENIZER_JSON} is damaged", CheckpointError):
+            tokenizer = Tokenizer.from_str(text.decode())
+        put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return tokenizer_config.json; an empty object if there is none."""
+    content = checkpoint.side_files.get("tokenizer_config.json", b"{}")
+    try:
+        return parse_object(read_content(content, CONFIG_BYTES))
+    except InputError as error:
+        raise CheckpointError(f"{checkpoint.path}/tokenizer_config.json: {error}") from error
+
+
+def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
+    """Return the tokenizer that transformers makes of other files, such as the tokenizer.model of a Vicuna."""
+    save = "save the tokenizer there (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+    of_ids = "or give a text of token ids with --calibration"
+    advice = f"{save}, {of_ids}"
+    refusal = f"{checkpoint.path} has no {TOKENIZER_JSON}, which calibrating needs"
+    if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
+        name, commit = origin_of(checkpoint.path)
+        if commit is not None and not has_tokenizer(checkpoint.side_files):
+            advice = f"fetch all files of the model: hf download {name}; {of_ids}"
+        raise UnsupportedMethodError(f"{refusal}; {advice}.")
+    if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
+        raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")
+    try:
+        backend: Tokenizer | None = getattr(open_hf_tokenizer(checkpoint), "backend_tokenizer", None)
+    except CheckpointError as error:
+        raise UnsupportedMethodError(f"{refusal}: {str(error).rstrip('.')}; {of_ids}.") from error
+    if backend is None:
+        raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
+    return backend
+
+
+def _is_tiktoken(content: Path | bytes | None) -> bool:
+    """Return whether a tokenizer.model begins with a token in base64 and its number, as tiktoken's files do."""
+    if content is None:
+        return False
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            content = file.read(_TIKTOKEN_LINE)
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
+
+
+def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Return transformers' tokenizer of a checkpoint. Raises CheckpointError if transformers cannot open its files.
+
+    Without tokenizer.json, the config says which class makes the tokenizer of the other files.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if TOKENIZER_JSON not in checkpoint.side_files:
+            write_file(folder / "config.json", checkpoint.config_text)
+        for file, content in checkpoint.side_files.items():
+            if file in VOCABULARIES or file.startswith(TOKENIZER_FILE_PREFIXES):
+                copy_file(content, folder / file)
+        try:
+            return open_tokenizer(folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(name, str(checkpoint.path))) from error
+
+
+def find_bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text: a beginning-of-text token, or none."""
+    added, bare = (encode(tokenizer, "a", checkpoint, special) for special in (True, False))
+    starts = added.index(bare[0]) if bare and bare[0] in added else 0
+    return added[:starts]
+
+
+def encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
+    """Return the token ids of a text, with the tokens that the tokenizer adds if `special`."""
+    message = f"the tokenizer of {checkpoint.path} cannot read the calibration text"
+    with refusing_tokenizer_errors(message, UnsupportedMethodError):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return ids
