@@ -27,7 +27,7 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     if any(lies_in(path, folder) for path in inputs for folder in (out, Staging(out).root)):
         raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
     if out.exists() and not overwrite:
-        raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.")
+        raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.{_left(out)}")
     if out.exists() and not _is_replaceable(out):
         other = _other_files(out) if out.is_dir() else []
         named = f"; here: {other[0]}" if other else ""
@@ -40,6 +40,14 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
         raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
     earlier_conversion(checkpoint)  # its record goes into that of this conversion
     return Staging(out, _is_replaceable if overwrite else None)
+
+
+def _left(out: Path) -> str:
+    """Return what is left beside OUT of a command that was killed after it had written OUT; "" if nothing is."""
+    staging = Staging(out)
+    if not staging.root.is_dir() or staging.folder.exists():
+        return ""
+    return f" ({staging.root} is left of a command that was killed when OUT was complete; remove it.)"
 
 
 def _nearest_folder(out: Path) -> Path:

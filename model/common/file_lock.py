@@ -60,6 +60,9 @@ class FileLock:
             try:
                 self._lock()
                 self._is_held = self._is_in_place()  # False if the last holder removed the file since it was opened
+            except OSError as error:
+                error.filename = error.filename or str(self.path)  # a write's error names no file
+                raise
             finally:
                 if not self._is_held:
                     self.release()
@@ -151,10 +154,15 @@ class FileLock:
 
     def _try_to_create(self) -> bool:
         try:
-            with self._owner_path.open("x") as file:
-                file.write(self._identity)
+            file = self._owner_path.open("x")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self._identity)
+        except OSError:  # an empty file would name nobody, and so block all
+            self._owner_path.unlink(missing_ok=True)
+            raise
         return True
 
 

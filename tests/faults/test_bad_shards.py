@@ -132,6 +132,8 @@ HEADERS = {
     "overlap": {"a": entry(), "b": entry(data_offsets=[4, 12])},
     "offsets in fractions": {"a": entry(data_offsets=[0.0, 8.0])},
     "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "long name and dtype": {"a" * 10**5: entry(dtype="Q" * 10**5)},
+    "long offsets": {"a": entry(data_offsets=[10**3999, 10**4000])},
     "metadata": {"__metadata__": {"a": 1}},
     "twice": b'{"a":%s,"a":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2),
 }

@@ -106,7 +106,7 @@ def test_killed_while_replacing(convert, source, tmp_path, expected, kill_at):
     """Between taking the old model away and putting the new one in place, both are still on the disk."""
     out = tmp_path / "out"
     arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1, "--overwrite")
-    between = 0
+    between = left = 0
     for n in range(1, 200):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(source, out)
@@ -117,10 +117,14 @@ def test_killed_while_replacing(convert, source, tmp_path, expected, kill_at):
         between += not out.exists()
         folders = [p for p in (out, tmp_path / ".out.groupwise/replaced") if p.exists()]
         assert any(tiny.snapshot(p) in (old, expected) for p in folders)
+        if tiny.snapshot(out) == expected and (tmp_path / ".out.groupwise").exists():
+            says = convert(*arguments[:-1]).refused("exists; choose another name, or add --overwrite").err
+            assert "/.out.groupwise is left of a command that was killed when OUT was complete; remove it" in says
+            left += 1
         convert(*arguments).succeeded()
         assert tiny.snapshot(out) == expected
     assert code == 0
-    assert between
+    assert between and left
 
 
 def test_interrupt_says_how_to_continue(source, tmp_path):

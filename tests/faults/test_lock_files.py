@@ -1,7 +1,9 @@
 """Locks and staging areas that lead elsewhere, or that two machines hold: no other file is changed or removed."""
 
+import errno
 import fcntl
 import os
+import resource
 import shutil
 
 import pytest
@@ -104,6 +106,25 @@ def test_locking_ends_where_no_write_can_be_read_back(tmp_path, monkeypatch):
         pass
     with pytest.raises(CheckpointError, match=r"cannot write beside .*cannot be read back"), Staging(tmp_path / "out"):
         pass
+
+
+def test_a_full_disk_leaves_no_owner_that_would_block_others(tmp_path, monkeypatch):
+    """Where flock is missing, a file names the owner; empty, it would name nobody."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"{os.strerror(errno.EFBIG)}.*{tmp_path}/lock"), FileLock(tmp_path / "lock"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "lock.owner").exists()
+    with FileLock(tmp_path / "lock") as lock:
+        assert lock.is_held
 
 
 def test_conversion_refuses_a_linked_staging_area(convert, source, tmp_path):

@@ -22,14 +22,15 @@ class Result:
         assert self.code == 0, self.err
         return self
 
-    def refused(self, *words: str) -> None:
+    def refused(self, *words: str) -> Self:
         """Check for one clear line on stderr that holds all `words`, exit code 2, and nothing on stdout."""
         assert self.code == 2, (self.code, self.err)
         assert self.err.startswith("Error: ")
-        assert self.err.count("\n") == 1, self.err
+        assert self.err.count("\n") == 1 and len(self.err) < 4000, self.err
         assert not self.out
         for word in words:
             assert word in self.err, self.err
+        return self
 
 
 def refuser(convert: Callable[..., Result], source: Path, tmp_path: Path) -> Callable[..., None]:

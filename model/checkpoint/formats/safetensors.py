@@ -82,21 +82,22 @@ def _parse(
         begin, end = entry["data_offsets"]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if dtype not in BITS:
-            raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+            raise ValueError(f"tensor {checks.short_repr(name)} has the unknown dtype {checks.short_repr(dtype)}")
         # The order counts: a product of numbers without a limit would take hours.
         if (
             len(shape) > MAX_AXES
             or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape)
             or prod(n for n in shape if n) >= LARGEST_COUNT  # numpy makes no such array, not even an empty one
         ):
-            raise ValueError(f"tensor {name!r} has the impossible shape {checks.short_repr(shape)}")
+            raise ValueError(f"tensor {checks.short_repr(name)} has the impossible shape {checks.short_repr(shape)}")
         tensor = TensorInfo(name, dtype, shape)
         if type(begin) is not int or type(end) is not int:
-            raise ValueError(f"tensor {name!r} has offsets that are not whole numbers")
+            raise ValueError(f"tensor {checks.short_repr(name)} has offsets that are not whole numbers")
         name.encode()  # raises for names that a file cannot hold
         if begin != position or end - begin != tensor.nbytes or prod(shape) * BITS[dtype] % 8:
+            place = f"{checks.short_repr(begin)} to {checks.short_repr(end)}"
             raise ValueError(
-                f"tensor {name!r} lies at bytes {begin} to {end}, which does not fit its shape or neighbours"
+                f"tensor {checks.short_repr(name)} lies at bytes {place}, which does not fit its shape or neighbours"
             )
         tensors[name], offsets[name], position = tensor, data_start + begin, end
     return tensors, offsets
