@@ -24,8 +24,9 @@ def test_all_but_apples(monkeypatch, available, kind, expected):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
     assert has_accelerator() == expected
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert not has_accelerator()
+    for value in ("true", "yes", "ON"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+        assert not has_accelerator()
 
 
 @pytest.mark.parametrize(("kind", "native", "expected"), [

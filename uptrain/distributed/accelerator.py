@@ -28,8 +28,8 @@ PATIENCE = timedelta(minutes=30)
 
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
 """Variables from which accelerate reads the number of processes on CPUs (`PartialState._prepare_backend`)."""
-_FLAGS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
-"""Values that accelerate reads as true or false (`str_to_bool`)."""
+_TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+"""Values that accelerate reads as true or false in ACCELERATE_USE_CPU (`str_to_bool`)."""
 
 
 def has_accelerator() -> bool:
@@ -37,7 +37,7 @@ def has_accelerator() -> bool:
 
     Apple's MPS does not count: it has no float64, in which losses are summed.
     """
-    if _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+    if _uses_cpu() or not torch.accelerator.is_available():
         return False
     return str(torch.accelerator.current_accelerator()) != "mps"
 
@@ -65,7 +65,7 @@ def choose_device(name: str) -> torch.device:
     n_processes = world_size()
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
-    if name == AUTO_DEVICE and (n_processes > 1 or _is_set("ACCELERATE_USE_CPU")):
+    if name == AUTO_DEVICE and (n_processes > 1 or _uses_cpu()):
         device = own_gpu() if has_accelerator() else torch.device("cpu")
     else:
         device = find_device(name)
@@ -233,7 +233,7 @@ def check_launcher() -> None:
     if missing or not os.environ.get("WORLD_SIZE"):
         _refuse_leftovers()
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false")
-    if use_cpu.lower() not in _FLAGS:
+    if use_cpu.lower() not in _TRUE + _FALSE:
         raise InputError(f"the variable ACCELERATE_USE_CPU is {use_cpu!r}, neither true nor false; unset it.")
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError("Megatron-LM is not supported; unset ACCELERATE_USE_MEGATRON_LM.")
@@ -254,6 +254,11 @@ def _refuse_leftovers() -> None:
             f"{left[0]}={os.environ[left[0]]} is set, but not all variables of a launcher; unset {' and '.join(left)}, "
             "or start with torchrun or `accelerate launch`."
         )
+
+
+def _uses_cpu() -> bool:
+    """Return whether the launcher asks for the CPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in _TRUE
 
 
 def _is_set(variable: str) -> bool:
