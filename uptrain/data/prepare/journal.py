@@ -54,7 +54,7 @@ def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
     """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
     if machine_shard is None:
         return out
-    out = out.resolve()  # as `machine_shards` finds it, also by a link
+    out = out.resolve()  # as `open_machine_shards` finds it, also by a link
     return out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
 
 
