@@ -136,16 +136,17 @@ def test_losses_that_are_not_finite_are_refused(uptrain, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
-def test_in_bfloat16_a_model_does_not_differ_from_itself(uptrain, inputs, tmp_path, family):
+def test_in_bfloat16_a_model_does_not_differ_from_itself(inputs, tmp_path, family):
     """Hidden states between layers are float32 in both. In a teacher of bfloat16 they would be rounded."""
     model = tiny.save(tiny.build(family, vocab_size=real_runs.VOCAB).bfloat16(), tmp_path / "model")
     given = ("--data", inputs["held_out"], "--teacher", model, "--precision", "bf16", "--json")
-    same = json.loads(uptrain("evaluate", model, *given).succeeded().out)
+    (result,) = succeed(("evaluate", model, *given), tmp_path)
+    same = json.loads(result.out)
     assert (same["kl"], same["agreement"], same["teacher_loss"]) == (0.0, 1.0, same["loss"])
 
 
 @pytest.mark.parametrize("part", ["all", "attention"])
-def test_in_bfloat16_a_run_begins_at_its_teacher(uptrain, inputs, tmp_path, part):
+def test_in_bfloat16_a_run_begins_at_its_teacher(inputs, tmp_path, part):
     """With `attention`, both share embedding and MLP. Powers of two in queries and keys change no logit."""
     student = tiny.build(vocab_size=real_runs.VOCAB).bfloat16()
     with torch.no_grad():
@@ -164,6 +165,6 @@ def test_in_bfloat16_a_run_begins_at_its_teacher(uptrain, inputs, tmp_path, part
         "--eval-data",
         inputs["held_out"],
     )
-    uptrain(*arguments, *given).succeeded()
+    succeed((*arguments, *given), tmp_path)
     first = next(record for record in real_runs.records(tmp_path / "run") if "evaluation" in record)["evaluation"]
     assert (first["kl"], first["agreement"], first["teacher_loss"]) == (0.0, 1.0, first["loss"])
