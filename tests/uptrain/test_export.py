@@ -136,12 +136,14 @@ def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, d
 
 def test_card_of_a_merge_that_cost_nothing_measurable():
     metrics = {"teacher_loss": 3.0, "kl": 0.1, "agreement": 0.9}
-    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}], False))
+    rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}], True))
     assert rows["Recovered fraction"] == "none, the merge cost nothing measurable"
+    from_nothing = [{"step": 0, "loss": 9.0, **metrics}, {"step": 5, "loss": 4.0, **metrics}]
+    assert "Recovered fraction" not in dict(_losses(from_nothing, False))
 
 
 def test_card_of_a_loss_that_was_not_finite():
-    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}], False))
+    rows = dict(_losses([{"step": 0, "loss": 3.0}, {"step": 5, "loss": None}], True))
     assert rows["Held-out loss"] == "3.0000 at step 0 → not finite at step 5"
 
 

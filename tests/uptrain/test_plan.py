@@ -211,6 +211,7 @@ def test_a_chosen_micro_batch_and_rank(uptrain, source):
     command = " ".join(uptrain("plan", *lora, "--lora-rank", 8, "--memory", "1GB").out.replace("\\\n", " ").split())
     assert command.split("Next:")[1].count("--lora-rank 8") == 1
     uptrain("plan", *given, "--lora-rank", 8).refused("--lora-rank is for --trainable lora, not all")
+    uptrain("plan", *lora, "--lora-rank", 33).refused("--lora-rank 33 is more than 32, the largest rank of the model's")
 
 
 def test_memory_of_the_parts_side_by_side(uptrain, source):

@@ -172,14 +172,14 @@ def test_a_beginning_of_text_that_only_the_settings_name(tokenizer, tmp_path):
     backend.post_processor = processors.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    texts, begun = ["One.", ""], []
+    texts, begun = ["One.", "", "\n"], []
     for adds in (True, False):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": adds, "bos_token": "</s>"}))
         begun.append(Encoder(load_tokenizer(folder)).ids(texts))
     end = backend.token_to_id("</s>")
     plain = [encoding.ids for encoding in backend.encode_batch(texts)]
-    assert begun[0] == [[end, *plain[0], end], [end]]
-    assert begun[1] == [[*plain[0], end], [end]]
+    assert begun[0] == [[end, *plain[0], end], [end], [end, *plain[2], end]]
+    assert begun[1] == [[*plain[0], end], [end], [*plain[2], end]]
 
 
 @pytest.mark.parametrize("split", SPLITS)

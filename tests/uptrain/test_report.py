@@ -169,7 +169,9 @@ def test_a_page_of_something_else_stays(tmp_path, uptrain):
     run, page = write_run(tmp_path / "run", [step(1)]), tmp_path / "paper.html"
     page.write_text("<!doctype html>mine")
     (tmp_path / "paper.png").write_text("mine")
-    uptrain("report", run, "--out", page).refused("paper.html exists, and is no report; choose another name")
+    uptrain("report", run, "--out", page).refused(
+        "paper.html exists, and is no report of this version; remove it, or choose another name"
+    )
     assert page.read_text() == "<!doctype html>mine" and (tmp_path / "paper.png").read_text() == "mine"
     (tmp_path / "folder.html").mkdir()
     uptrain("report", run, "--out", tmp_path / "folder.html").refused("folder.html exists, and is no report")

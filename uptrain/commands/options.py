@@ -53,6 +53,16 @@ trainable_option = click.option(
 )
 
 
+def micro_batch_option(default: str) -> Callable[[Command], Command]:
+    """Return the option `--micro-batch`, whose default `default` describes."""
+    return click.option(
+        "--micro-batch",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help=f"Windows that a process computes at a time.  [default: {default}]",
+    )
+
+
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
     """Return an option whose value is a count such as 50B."""
     return click.option(name, type=CountType(), metavar="N", help=help)
@@ -85,13 +95,6 @@ optimizer_option = click.option(
     default=OPTIMIZERS[0],
     show_default=True,
     help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
-)
-micro_batch_option = click.option(
-    "--micro-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a "
-    "step, or fewer that fit the device]",
 )
 lora_rank_option = click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"

@@ -65,7 +65,7 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
 @trainable_option
 @lora_rank_option
 @optimizer_option
-@micro_batch_option
+@micro_batch_option("as many as make 8192 tokens, at most its part of a step")
 @click.option(
     "--memory",
     type=SizeType(least=10**4),

@@ -158,7 +158,7 @@ def _check_no_nul(text: str) -> str:
     help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU that has "
     "it (Ampere or newer), else fp32]",
 )
-@micro_batch_option
+@micro_batch_option("as many as make 8192 tokens, at most its part of a step, or fewer that fit the device")
 @click.option(
     "--seed",
     type=click.IntRange(min=0),

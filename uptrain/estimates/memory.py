@@ -210,13 +210,16 @@ class MemoryEstimator:
         return max(read, MASTER_BYTES * count_parameters(self.tensors))
 
     def _adapters(self) -> Iterator[TensorInfo]:
-        """Yield the two matrices of each adapter: every linear layer of the decoder layers has one."""
-        for tensor in self.tensors:
-            is_matrix_of_layer = layer_number(tensor.name) is not None and len(tensor.shape) == 2
-            if is_matrix_of_layer and tensor.name not in self.always_float32:
-                n_out, n_in = tensor.shape
-                yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
-                yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
+        """Yield the two matrices of each adapter."""
+        for tensor in self.adapted():
+            n_out, n_in = tensor.shape
+            yield TensorInfo(f"{tensor.name}.lora_A", "F32", (self.lora_rank, n_in))
+            yield TensorInfo(f"{tensor.name}.lora_B", "F32", (n_out, self.lora_rank))
+
+    def adapted(self) -> list[TensorInfo]:
+        """Return the matrices that have an adapter with `--trainable lora`: of every linear layer in decoder layers."""
+        matrices = (x for x in self.tensors if layer_number(x.name) is not None and len(x.shape) == 2)
+        return [matrix for matrix in matrices if matrix.name not in self.always_float32]
 
     def warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""

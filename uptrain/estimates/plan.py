@@ -35,7 +35,7 @@ from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, Me
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank, check_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
@@ -86,6 +86,8 @@ def make_plan(
         budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
     budget.check_schedule(schedule)
     estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer, lora_rank=rank)
+    if trainable == "lora" and (adapted := estimator.adapted()):
+        check_rank(rank, max(min(matrix.shape) for matrix in adapted))
     n_params = count_parameters(estimator.tensors)
     n_windows = budget.global_batch_tokens // length
     if n_windows % processes:

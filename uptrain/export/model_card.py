@@ -51,7 +51,7 @@ def _section(record: dict[str, Any], has_card: bool, was_trained: bool) -> str:
             ),
         ),
         ("Data", markdown(f"token cache {record['data_sha256'][:16]}…")),
-        *_losses(record["evaluations"], was_trained),
+        *_losses(record["evaluations"], starts_converted=bool(settings["model"]) and not was_trained),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""{BEGIN}
@@ -78,8 +78,8 @@ def _what_changed(settings: dict[str, Any], has_card: bool) -> str:
     return f"{subject} changed {part}."
 
 
-def _losses(evaluations: list[dict[str, Any]], was_trained: bool) -> list[tuple[str, str]]:
-    """Return the rows of losses. If the initial model was uptrained before, the loss after conversion is not known."""
+def _losses(evaluations: list[dict[str, Any]], starts_converted: bool) -> list[tuple[str, str]]:
+    """Return the rows of losses. Only a run that starts at a converted model has the loss after conversion."""
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
@@ -88,7 +88,7 @@ def _losses(evaluations: list[dict[str, Any]], was_trained: bool) -> list[tuple[
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", format_loss(last["teacher_loss"])))
         recovered = format_recovered(recovered_fraction(first, last), merge_cost(first))
-        if recovered and not was_trained:
+        if recovered and starts_converted:
             rows.append(("Recovered fraction", recovered))
         rows.append(("KL from the teacher", f"{format_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
     return rows

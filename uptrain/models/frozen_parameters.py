@@ -101,8 +101,9 @@ def _cast_and_choose_dtypes(
 def use_float32_states(teacher: LanguageModel) -> None:
     """Let a teacher in bfloat16 hold its hidden states in float32, as the student does under autocast.
 
-    The same weights then give the same logits. Vectors of modules that cannot cast them, such as the weights of
-    transformers' norms, become float32. Its scaled embeddings (Gemma) and joined experts stay as they are.
+    Equal models of bfloat16 checkpoints then give the same logits. (Of other checkpoints the teacher's norms and
+    embedding are rounded to bfloat16, and the student's are not.) Vectors of modules that cannot cast them, such as the
+    weights of transformers' norms, become float32. Its scaled embeddings (Gemma) and joined experts stay as they are.
     """
     for module in teacher.modules():
         if not make_cast_in_use(module, torch.float32):

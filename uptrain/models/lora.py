@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.common.errors import InputError
 from uptrain.models.frozen_parameters import FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
+from uptrain.models.trainable_choices import check_rank
 
 _OF_LAYER = re.compile(r"\.\d+\.")
 
@@ -43,9 +44,7 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
     ]
     if not adapted:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")
-    largest = max(min(module.in_features, module.out_features) for module in adapted)
-    if rank > largest:
-        raise InputError(f"--lora-rank {rank} is more than {largest}, the largest rank of the model's matrices.")
+    check_rank(rank, max(min(module.in_features, module.out_features) for module in adapted))
     for module in adapted:
         module.__class__ = AdaptedLinear
         like: dict[str, Any] = {"device": module.weight.device, "dtype": torch.float32}

@@ -13,3 +13,9 @@ def adapter_rank(chosen: int | None, part: str) -> int:
     if chosen and part != "lora":
         raise InputError(f"--lora-rank is for --trainable lora, not {part}; leave one of the two out.")
     return (chosen or DEFAULT_RANK) if part == "lora" else 0
+
+
+def check_rank(rank: int, largest: int) -> None:
+    """Raise InputError for adapters of a higher rank than any matrix that is adapted."""
+    if rank > largest:
+        raise InputError(f"--lora-rank {rank} is more than {largest}, the largest rank of the model's matrices.")

@@ -45,7 +45,7 @@ def _page_path(folders: Sequence[Path], out: Path | None) -> Path:
     if not out.parent.is_dir():
         raise InputError(f"there is no folder {out.parent} for {out.name}; create it first.")
     if os.path.lexists(out) and not _is_report(out):
-        raise InputError(f"--out {out} exists, and is no report; choose another name.")
+        raise InputError(f"--out {out} exists, and is no report of this version; remove it, or choose another name.")
     return _check_writable(out)
 
 

@@ -98,7 +98,8 @@ class Encoder:
 
     def _is_ended(self, ids: list[int]) -> bool:
         """Return whether nothing but white space follows an end-of-sequence token: ChatML writes a line break there."""
-        for n in range(min(MOST_WHITE_SPACE, len(ids) - 1) + 1):
-            if ids and ids[-1 - n] == self._eos_id:
+        begun = len(self._start) if len(ids) > len(self._start) else 0  # the beginning may be the same token
+        for n in range(min(MOST_WHITE_SPACE + 1, len(ids) - begun)):
+            if ids[-1 - n] == self._eos_id:
                 return not self._backend.decode(ids[len(ids) - n :], skip_special_tokens=False).strip()
         return False
