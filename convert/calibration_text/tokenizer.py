@@ -1,6 +1,7 @@
 """Open a checkpoint's tokenizer, from tokenizer.json or from the other files that transformers reads."""
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from model.common.tokenizer import (
     TOKENIZER_FILE_PREFIXES,
     TOKENIZER_JSON,
     VOCABULARIES,
+    find_leading_ids,
     has_tokenizer,
     open_tokenizer,
     put_bos_first,
@@ -112,14 +114,17 @@ def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
 
 def find_bos_ids(tokenizer: "Tokenizer", checkpoint: Checkpoint) -> list[int]:
     """Return the tokens that the tokenizer puts before a text: a beginning-of-text token, or none."""
-    added, bare = (encode(tokenizer, "a", checkpoint, special) for special in (True, False))
-    starts = added.index(bare[0]) if bare and bare[0] in added else 0
-    return added[:starts]
+    with _refusing_texts(checkpoint):
+        return find_leading_ids(tokenizer)
 
 
-def encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint, special: bool = False) -> list[int]:
-    """Return the token ids of a text, with the tokens that the tokenizer adds if `special`."""
-    message = f"the tokenizer of {checkpoint.path} cannot read the calibration text"
-    with refusing_tokenizer_errors(message, UnsupportedMethodError):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+def encode(tokenizer: "Tokenizer", text: str, checkpoint: Checkpoint) -> list[int]:
+    """Return the token ids of a text, without the tokens that the tokenizer adds."""
+    with _refusing_texts(checkpoint):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
+
+
+def _refusing_texts(checkpoint: Checkpoint) -> AbstractContextManager[None]:
+    message = f"the tokenizer of {checkpoint.path} cannot read the calibration text"
+    return refusing_tokenizer_errors(message, UnsupportedMethodError)

@@ -155,6 +155,13 @@ def put_bos_first(backend: Any, settings: Mapping[str, Any], config: Mapping[str
     backend.post_processor = template if own is None else processors.Sequence([own, template])
 
 
+def find_leading_ids(backend: Any) -> list[int]:
+    """Return the special tokens that a tokenizer puts before a text, such as BOS; the list may be empty."""
+    bare, whole = (backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return list(whole[: next(starts, 0)])
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     """Return a JSON object; an empty one if the file holds none, or there is none."""
     config = read_json(file) if file.exists() else None

@@ -25,7 +25,8 @@ def main(arguments: list[str]) -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode >= 0:
             return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
+        number = -failure.exitcode
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         memory = "; if nobody sent it, the machine has run out of memory" if name == "SIGKILL" else ""
         echo_line(f"Error: process {rank} was ended by {name}{memory}.")
         return 1

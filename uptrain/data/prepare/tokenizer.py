@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from model.common.errors import InputError
-from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, open_tokenizer
+from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, find_leading_ids, open_tokenizer
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 MOST_WHITE_SPACE = 2
@@ -76,7 +76,7 @@ class Encoder:
         self._backend.no_padding()
         self._backend.encode_special_tokens = tokenizer.splits_special
         self._eos_id = tokenizer.eos_id
-        self._start = self._added_at_start()
+        self._start = find_leading_ids(self._backend)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the list may be empty. Raises InputError if the tokenizer cannot encode one."""
@@ -89,12 +89,6 @@ class Encoder:
             if self._eos_id is not None and not self._is_ended(ids):
                 ids.append(self._eos_id)
         return ids_of_texts
-
-    def _added_at_start(self) -> list[int]:
-        """Return the special tokens that the tokenizer puts before a text."""
-        alone, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
-        return whole[: next(starts, 0)]
 
     def _is_ended(self, ids: list[int]) -> bool:
         """Return whether nothing but white space follows an end-of-sequence token: ChatML writes a line break there."""
