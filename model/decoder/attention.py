@@ -59,7 +59,7 @@ def torch_has_packed_attention() -> bool:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def has_flash_attention(x: Tensor, head_dim: int) -> bool:

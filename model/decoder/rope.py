@@ -94,8 +94,8 @@ def rotations(rope: Rope, positions_BT: Tensor, lengths_BT: Tensor | None, dtype
     frequencies than the old tokens. Keys in a KV cache are not rotated again, as in transformers.
     """
     frequencies, scale = inverse_frequencies(rope, lengths_BT)
-    if positions_BT.is_cuda and frequencies.is_cpu:  # a copy from other memory would wait for all queued work
-        frequencies = frequencies.pin_memory()
+    if positions_BT.is_cuda and frequencies.is_cpu and not torch.compiler.is_compiling():
+        frequencies = frequencies.pin_memory()  # a copy from other memory would wait for all queued work
     frequencies = frequencies.to(positions_BT.device, non_blocking=positions_BT.is_cuda)
     cos_BT1D, sin_BT1D = (x[:, :, None] for x in cos_sin(positions_BT[..., None].float() * frequencies))
     return (cos_BT1D * scale).to(dtype), (sin_BT1D * scale).to(dtype)

@@ -126,7 +126,7 @@ def memory_bytes_per_s(device: torch.device) -> float | None:
 
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def table(rows: list[Row]) -> str:

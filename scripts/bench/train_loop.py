@@ -11,7 +11,8 @@ distill   full windows with a teacher, against a plain loop: two models of trans
 attention the same; both loops train attention and the norms before it only, the default of `uptrain run` after a merge
 
 The steps of the two loops alternate, and their tokens ÷ time are compared. (They need two processes, because both
-change accelerate's state, which is global to a process.) Memory is the peak of a process's anonymous memory.
+change accelerate's state, which is global to a process.) Memory is the peak of a process's anonymous memory; on a GPU,
+of the memory that torch has allocated there.
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Turns:
         self.steps: Queue[tuple[str, float, int]] = context.Queue()
         """The loop's name, and the seconds and tokens of the step."""
         self.memory = {who: context.Value("d", 0.0) for who in ("ours", "theirs")}
-        """Peak of each process's anonymous memory, in MB."""
+        """Peak of each process, in MB."""
         self._may_go = {"ours": context.Semaphore(1), "theirs": context.Semaphore(0)}
         self._started, self._tokens = 0.0, 0
 
@@ -217,13 +218,20 @@ def speed(steps: list[tuple[float, int]]) -> float:
 
 
 def watch_memory(who: str, turns: Turns) -> None:
-    """Report each new peak of this process's anonymous memory, in MB."""
+    """Report each new peak of this process's memory, in MB."""
     peak = 0
     while True:
-        if (memory := read_bytes(Path("/proc/self/status"), "RssAnon:")) > peak:
+        if (memory := used_memory()) > peak:
             peak = memory
             turns.memory[who].value = peak / 1e6
         time.sleep(0.01)
+
+
+def used_memory() -> int:
+    """Return the bytes that torch has allocated on the GPU at most, or this process's anonymous memory now."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return read_bytes(Path("/proc/self/status"), "RssAnon:")
 
 
 def take_part(who: str, loop: Callable[..., None], turns: Turns, *arguments: Any) -> None:
@@ -263,11 +271,12 @@ def compare_loops(kind: str, precision: str, model: Path, teacher: Path, work: P
     if any(process.exitcode for process in processes) or any(len(taken) != steps for taken in timings.values()):
         sys.exit("one of the loops ended with the error above.")
     speeds = {who: speed(taken[2:]) for who, taken in timings.items()}
+    measured = "gpu" if torch.cuda.is_available() else "anon"
     return {
         "documents": kind, "precision": precision, "steps": steps,
         "ours_tokens_per_s": speeds["ours"], "theirs_tokens_per_s": speeds["theirs"],
         "ratio": speeds["ours"] / speeds["theirs"],
-        "ours_anon_mb": turns.memory["ours"].value, "theirs_anon_mb": turns.memory["theirs"].value,
+        f"ours_{measured}_mb": turns.memory["ours"].value, f"theirs_{measured}_mb": turns.memory["theirs"].value,
     }  # fmt: skip
 
 

@@ -147,7 +147,8 @@ def operations_per_s(precision: str, device: str) -> float:
 
 def peak_operations_per_s(device: str) -> float | None:
     """Return the peak in bfloat16 that a GPU's data sheet gives; None if it is not known. An H200's is an H100's."""
-    name = torch.cuda.get_device_name().replace("H200", "H100") if device == "cuda" else ""
+    is_cuda = torch.device(device).type == "cuda"
+    name = torch.cuda.get_device_name(device).replace("H200", "H100") if is_cuda else ""
     return next((peak for card, peak in PEAK_FLOPS.items() if card in name), None)
 
 
