@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import read_config
 from model.common import console
-from model.common.errors import InputError
+from model.common.errors import InputError, prefix_path
 from model.common.launcher import is_first_process
 from model.decoder.devices import fast_float32_matmul
 from uptrain.data.default_sizes import context_warning, default_micro_batch
@@ -23,7 +23,7 @@ from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.frozen_parameters import use_float32_states
-from uptrain.models.load import load_evaluated, load_teacher
+from uptrain.models.load import build_meta, load_evaluated, load_teacher
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import (
     check_lm_heads,
@@ -69,6 +69,9 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     layer_names = layer_class_names(options.model)  # also refuses what is no causal language model
     check_lm_heads(filter(None, (options.model, options.teacher)))
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
+    for each in filter(None, (options.model, options.teacher)):  # before texts are tokenised
+        with prefix_path(each):
+            check_packing(build_meta(each), seq_len)
     warning = context_warning(read_config(options.model)[1], seq_len)
     if warning and is_first_process():
         console.warn(warning)
@@ -132,13 +135,11 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     student = load_evaluated(options.model)
     vocab_size = student.head_weight.shape[0]
     check_vocabulary(cache, vocab_size, options.data)
-    check_packing(student, cache.seq_len)
     teacher = None
     if options.teacher is not None:
         teacher = load_teacher(options.teacher, precision)
         if precision == "bf16":
             use_float32_states(teacher)
         check_same_vocab_size(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
-        check_packing(teacher, cache.seq_len)
         teacher.to(accelerator.device)
     return LossModule(student, WITHOUT_TEACHER, teacher)

@@ -108,10 +108,10 @@ def _print_result(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."
         )
-    if plan.is_exact or not _is_measurable(plan.geometry):
+    if plan.is_exact:
         return
-    if not has_head(checkpoint):
-        console.echo("It has no language-model head, so uptrain does not measure or train it.")
+    if obstacle := _find_obstacle(checkpoint, plan.geometry):
+        console.echo(f"It has {obstacle}, so uptrain does not measure or train it.")
         return
     _print_next_steps(checkpoint, plan, source, written)
 
@@ -135,9 +135,15 @@ def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: 
         )
 
 
-def _is_measurable(geometry: Geometry) -> bool:
-    """Return whether `uptrain evaluate` takes language models of this kind: no images, no encoder, and no ALiBi."""
-    return geometry.text_config is None and len(geometry.attention.family.attention) == 1 and not geometry.alibi
+def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:
+    """Return what a model has, or lacks, that keeps `uptrain evaluate` from it; None if it can be evaluated."""
+    obstacles = {
+        "parts beside the language model": geometry.text_config is not None,
+        "an encoder": len(geometry.attention.family.attention) > 1,
+        "ALiBi biases": geometry.alibi,
+        "no language-model head": not has_head(checkpoint),
+    }
+    return next((obstacle for obstacle, found in obstacles.items() if found), None)
 
 
 def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from convert.latent.check_source import check_latent_source
 from convert.latent.sizes import LatentSizes, suggested_sizes
 from convert.planning.notes import notes_of_checkpoint, notes_on_opening
+from convert.planning.remote_code import find_code
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import Geometry, read_geometry
@@ -48,8 +49,14 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _notes(checkpoint: Checkpoint, geometry: Geometry) -> list[str]:
     family = geometry.attention.family
-    can_be_merged = geometry.n_kv_heads > 1
-    return [*notes_of_checkpoint(checkpoint, family), *(notes_on_opening(family) if can_be_merged else ())]
+    notes = [*notes_of_checkpoint(checkpoint, family)]
+    if geometry.n_kv_heads > 1:
+        try:
+            find_code(checkpoint, family)
+            notes += notes_on_opening(family)
+        except CheckpointError as error:
+            notes.append(f"its heads cannot be merged: {error}")
+    return notes
 
 
 def _can_be_latent(checkpoint: Checkpoint) -> bool:

@@ -20,6 +20,7 @@ from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, layer_merges, layer_tensors, regroup
 from model.checkpoint import Checkpoint, Shard
 from model.common.console import Advance
+from model.common.counts import counted
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
 from model.families import find_family
@@ -190,7 +191,7 @@ def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) ->
         if n_kv_heads > 0 and n % n_kv_heads == 0:
             reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
         else:
-            reason = f"the model has {n} K/V heads, and groups (the K/V heads to keep) must divide them"
+            reason = f"the model has {counted(n, 'K/V head')}, and groups (the K/V heads to keep) must divide them"
         raise CheckpointError(f"--groups {n_kv_heads} is not possible: {reason}; choose one of {legal}.")
 
 
@@ -198,7 +199,7 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     legal = geometry.legal_repeats
     if n_kv_heads in legal:
         return
-    problem = f"--groups {n_kv_heads} is not possible: the model has {geometry.n_kv_heads} K/V heads"
+    problem = f"--groups {n_kv_heads} is not possible: the model has {counted(geometry.n_kv_heads, 'K/V head')}"
     if legal:
         raise CheckpointError(
             f"{problem}, and repeating makes a multiple of {geometry.n_kv_heads} that divides the {geometry.n_heads} "
@@ -206,7 +207,7 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
         )
     if geometry.n_kv_heads == geometry.n_heads:
         raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")
-    raise CheckpointError(f"{problem}, and the class of {geometry.model_type} cannot hold another number of them.")
+    raise CheckpointError(f"{problem}, and repeat-kv makes no other number of them for {geometry.model_type}.")
 
 
 def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:

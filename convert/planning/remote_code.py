@@ -59,7 +59,8 @@ def _check_own_code(checkpoint: Checkpoint, key: str) -> None:
     reason = f"transformers' class of {model_type!r} has no number of K/V heads, and the checkpoint"
     if not isinstance(auto_map, dict):
         raise CheckpointError(
-            f"{reason} brings no code of its own (auto_map in config.json), so nothing could open it."
+            f"{reason} brings no code of its own, so nothing could open it; put the .py files of the original "
+            "repository into its folder, and their auto_map into config.json."
         )
     elsewhere = [name for name in auto_map.values() if "--" in str(name)]
     if elsewhere:

@@ -126,6 +126,8 @@ def _look_elsewhere(folder: Path) -> str:
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
     if (folder / "run.json").is_file() and (folder / "checkpoints").is_dir():
         return f" It is the folder of a run; make a model of it first: uptrain export {shlex.quote(str(folder))} OUT"
+    if snapshots := sorted(folder.glob("snapshots/*/config.json")):  # a model in the cache of Hugging Face
+        return f" Name one of its snapshots: {snapshots[-1].parent}"
     for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"

@@ -120,7 +120,7 @@ def _usage(error: click.ClickException) -> str:
     if isinstance(error, click.MissingParameter) and error.ctx:
         return f"{error.format_message()}{_all_options(error)}"
     if "unexpected extra argument" in error.message and _takes_many_texts(error):
-        return f"{error.format_message()} Repeat --data for each file, or give the folder that holds them."
+        return f"{error.format_message().rstrip('.')}. Repeat --data for each file, or give the folder that holds them."
     return error.format_message()
 
 

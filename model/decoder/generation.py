@@ -15,7 +15,7 @@ from torch import Tensor
 from model.common import checks, console
 from model.common.command_options import FiniteFloat, PathType, WholeNumber, device_option
 from model.common.console import echo
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, InputError
 from model.common.tokenizer import open_tokenizer
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 from model.decoder.devices import find_device
@@ -27,7 +27,12 @@ NOT_NATIVE = "this family runs in transformers' classes; generate with transform
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-    """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding."""
+    """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding.
+
+    Raises InputError for the tokens of one prompt instead of a list of prompts.
+    """
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise InputError("prompts must be a list of prompts, each a list of token ids; give [prompt].")
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts])
     ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])

@@ -207,7 +207,10 @@ def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
     if head.shape != embedded.shape or not np.array_equal(
         checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
     ):
-        raise CheckpointError(f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it.")
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it; if the head was "
+            "trained, set tie_word_embeddings to false."
+        )
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

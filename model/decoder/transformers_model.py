@@ -68,12 +68,12 @@ class TransformersModel(nn.Module):
         return loss, (targets_BT != IGNORED).sum()
 
     def check_packing(self, seq_len: int) -> None:
-        """Raise CheckpointError if documents packed into rows of `seq_len` tokens cannot be separated.
+        """Raise CheckpointError if documents packed into windows of `seq_len` tokens cannot be separated.
 
         Separation needs attention with a causal mask. Convolutions and recurrent states do not use it.
         Some families change it: those with sliding windows, and those whose scores depend on distance (ALiBi).
         Separation is also impossible if transformers chooses the rotary frequencies of all documents by the longest
-        one. Rows may not be longer than a table of positions either.
+        one. Windows may not be longer than a table of positions either.
         """
         config: Any = self.theirs.config
         both_ways = getattr(config, "use_bidirectional_attention", None)
@@ -86,35 +86,35 @@ class TransformersModel(nn.Module):
         if others := sorted({*(kinds or ())} - {"full_attention", "sliding_attention"}):
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: a mask does not separate the "
-                f"documents of a row in its layers of the kind {' and '.join(others)}."
+                f"documents of a window in its layers of the kind {' and '.join(others)}."
             )
         slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
         if slides and window is not None:
             window = checks.whole_number(window, "config.json has sliding_window")
         if slides and (window is None or seq_len > window):
             raise CheckpointError(
-                f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens here: "
-                f"its layers see {f'the last {window} tokens' if window else 'less than all tokens'} only"
-                f"{f'; prepare data with --seq-len {window} at most' if window else ''}."
+                f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} tokens "
+                f"here: its layers see {f'the last {window} tokens' if window else 'less than all tokens'} only"
+                f"{f'; {_shorter(window)}' if window else ''}."
             )
         attention = getattr(config, "attn_config", None)
         if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: its attention counts distances "
-                "(ALiBi) across the documents of a row."
+                "(ALiBi) across the documents of a window."
             )
         context = getattr(config, "max_position_embeddings", None)
         if context is not None and seq_len > context and not getattr(config, "rope_parameters", None):
             raise CheckpointError(
                 f"model_type {config.model_type!r} has positions for {context} tokens only, so it cannot be trained or "
-                f"evaluated on rows of {seq_len} tokens; prepare data with --seq-len {context} at most."
+                f"evaluated on windows of {seq_len} tokens; {_shorter(context)}."
             )
         for context in _length_dependent_contexts(config):
             if seq_len > context:
                 raise CheckpointError(
-                    f"model_type {config.model_type!r} cannot be trained or evaluated on rows of {seq_len} tokens "
-                    f"here: beyond {context} tokens its rotary frequencies depend on the longest document of a batch; "
-                    f"prepare data with --seq-len {context} at most."
+                    f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} "
+                    f"tokens here: beyond {context} tokens its rotary frequencies depend on the longest document of a "
+                    f"batch; {_shorter(context)}."
                 )
 
     def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
@@ -150,6 +150,10 @@ class TransformersModel(nn.Module):
         if hasattr(embedding, "state_dtype"):
             dtypes.add(embedding.state_dtype)
         return functools.reduce(torch.promote_types, dtypes)
+
+
+def _shorter(n_tokens: int) -> str:
+    return f"use windows of {n_tokens} tokens at most (--seq-len {n_tokens})"
 
 
 def _length_dependent_contexts(config: Any) -> Iterator[int]:

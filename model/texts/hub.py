@@ -40,8 +40,9 @@ def hub_files(text: str) -> tuple[str, ...]:
                 f"{text} is loaded by a script of its own, which is never run; give its data files themselves."
             ) from error
         raise InputError(
-            f"{text} cannot be loaded ({' '.join(str(error).split())[:300]}). Without a network here, run where there "
-            f"is one: hf download --repo-type dataset {name} --local-dir FOLDER, and give {HUB}FOLDER."
+            f"{text} cannot be loaded ({' '.join(str(error).split())[:300]}). Without a network here, fetch its data "
+            f"files where there is one (hf download --repo-type dataset {name} --include PATTERN --local-dir FOLDER), "
+            "and give FOLDER."
         ) from error
     if isinstance(loaded, dict):
         if len(loaded) > 1:

@@ -157,12 +157,23 @@ def document(record: Any, text_column: str) -> Document | Problem:
         text = record[text_column]
         if isinstance(text, str):
             return text or EMPTY
-        return NULL if text is None else Problem(f"field {text_column!r} is {kind_of(text)}, not a string")
+        return NULL if text is None else Problem(f"field {text_column!r} is {kind_of(text)}, not a string{_chat(text)}")
     if TOKEN_IDS in record:
         return _masked(record)
+    chat = next((advice for value in record.values() if (advice := _chat(value))), None)
     return Problem(
-        f"no field {text_column!r} among {some(list(record))}; rename the field of the text to "
-        f"{text_column!r}{OR_NAME_IT}"
+        f"no field {text_column!r} among {some(list(record))}"
+        + (chat or f"; rename the field of the text to {text_column!r}{OR_NAME_IT}")
+    )
+
+
+def _chat(value: Any) -> str:
+    """Return advice on a field that holds the messages of a chat; "" for any other."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        return ""
+    return (
+        "; a chat must become text first: write what the tokenizer's apply_chat_template(messages, tokenize=False) "
+        "returns to the field 'text' (docs/training.md, Instruct and chat models)"
     )
 
 

@@ -302,7 +302,7 @@ def test_what_a_missing_text_may_have_meant(prepare, data, words):
 
 
 def test_a_pattern_that_the_shell_has_replaced(prepare, uptrain, tmp_path):
-    prepare("a.txt", options=("b.txt",)).refused("unexpected extra argument (b.txt) Repeat --data for each file, or")
+    prepare("a.txt", options=("b.txt",)).refused("unexpected extra argument (b.txt). Repeat --data for each file, or")
     uptrain("status", tmp_path, "b.txt").refused("unexpected extra argument (b.txt)\n")
 
 

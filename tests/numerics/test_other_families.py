@@ -125,10 +125,10 @@ def test_falcon_7b_is_multi_query_already(convert, tmp_path):
     summary = json.loads(convert("inspect", source, "--json").out)
     assert (summary["attention"], len(summary["groups"])) == ("MQA", 1)
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(
-        "the model has 1 K/V heads"
+        "the model has 1 K/V head, and groups"
     )
     convert("repeat-kv", source, tmp_path / "out", "--groups", 8).refused(
-        "the class of falcon cannot hold another number of them"
+        "the model has 1 K/V head, and repeat-kv makes no other number of them for falcon"
     )
 
 
@@ -373,7 +373,7 @@ def test_mpt_without_settings_of_attention(convert, tmp_path, settings):
     ("code", "changes", "words"),
     [
         ("", {}, "own code (modeling_mpt.py) does not know kv_n_heads either"),
-        ("kv_n_heads", {"auto_map": ...}, "brings no code of its own (auto_map in config.json)"),
+        ("kv_n_heads", {"auto_map": ...}, "brings no code of its own, so nothing could open it"),
         ("kv_n_heads", {"auto_map": {"AutoModel": "a/b--c.D"}}, "own code is elsewhere (a/b--c.D); put those"),
         ("kv_n_heads", {"attn_config": {"attn_type": "multiquery_attention"}},
          'attn_config.attn_type = "multiquery_attention", but the weights hold 8 K/V heads'),

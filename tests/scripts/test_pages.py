@@ -56,6 +56,8 @@ ALSO = {
 OTHER_OPTIONS = {"--enforce-eager", "--help", "--model", "--model-impl"}
 """Options in sentences that click adds, or that other programs have."""
 
+CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
 
 def save_parent(folder: Path, **shape: int) -> Path:
     return make_tokenizer(tiny.save(tiny.build(vocab_size=1000, **shape), folder), 300)
@@ -68,6 +70,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
     save_parent(folder / "path/to/Llama-2-7b-hf", **shape)
     save_parent(folder / "assets/demo-mha")
+    (save_parent(folder / "path/to/instruct-model") / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hello."}]}) + "\n")
     torch_files.write_meta(folder / "consolidated", tiny.build(**torch_files.META_SHAPE))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in SENTENCES * 8)
     (folder / "my-texts.jsonl").write_text(lines)

@@ -170,8 +170,9 @@ def test_ambiguous_shape_is_refused():
     assert refusal(BudgetOptions(alpha=0.05), config(find_original("llama-2-7b")), "my-model") == (
         "the model's shape is that of llama-1-7b (1 T tokens), llama-2-7b (2 T tokens), open-llama-7b (1 T tokens), "
         "amber-7b (1.259 T tokens); say which with --original NAME, or give --original-tokens (how many tokens it was "
-        "pre-trained on, e.g. 2T; not needed with --tokens for --alpha), --global-batch-tokens (tokens of one "
-        "optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the pre-training's is usual)."
+        "pre-trained on, e.g. 2T; not needed with --tokens N or --steps N in place of --alpha), "
+        "--global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the "
+        "pre-training's is usual)."
     )
 
 
@@ -183,9 +184,9 @@ def test_code_llama_asks_which_stage():
 def test_unknown_model_is_refused():
     assert refusal(BudgetOptions(alpha=0.05), {"model_type": "llama"}) == (
         "the model's pre-training is not in the table of known originals; give --original-tokens (how many tokens it "
-        "was pre-trained on, e.g. 2T; not needed with --tokens for --alpha), --global-batch-tokens (tokens of one "
-        "optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the pre-training's is usual), or name a known "
-        "one with --original NAME (an unknown NAME lists them)."
+        "was pre-trained on, e.g. 2T; not needed with --tokens N or --steps N in place of --alpha), "
+        "--global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the "
+        "pre-training's is usual), or name a known one with --original NAME (an unknown NAME lists them)."
     )
     assert refusal(BudgetOptions(tokens=10**9, global_batch_tokens=2**20), {}) == (
         "the model's pre-training is not in the table of known originals; give --lr (peak learning rate; 1/3 of the "

@@ -67,7 +67,7 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     empty = caches.write_cache(tmp_path / "empty", [[[5], [6], [7]]], 32, real_runs.VOCAB)
     uptrain("evaluate", inputs["model"], "--data", empty).refused("nothing to predict")
     narrow = tiny.save(tiny.build("gemma2", vocab_size=real_runs.VOCAB, sliding_window=16), tmp_path / "narrow")
-    uptrain("evaluate", narrow, *data).refused("rows of 32 tokens", "the last 16 tokens only", "--seq-len 16 at most")
+    uptrain("evaluate", narrow, *data).refused("windows of 32 tokens", "the last 16 tokens only", "(--seq-len 16)")
     falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
     for family, change in (("qwen3", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})):

@@ -68,7 +68,7 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("mpt", {}, "counts distances (ALiBi) across the documents of a row"),
+        ("mpt", {}, "counts distances (ALiBi) across the documents of a window"),
         (
             "mpt",
             {"attn_config": {"alibi": False}},
@@ -77,7 +77,7 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
         ("mpt", {"logit_scale": 0.25}, "logit_scale = 0.25, which transformers' class of mpt ignores"),
         ("mixtral", {}, "under other names than the files do"),
         ("gpt_neox", {}, "under other names than the files do (lm_head.weight)"),
-        ("starcoder2", {"sliding_window": 16}, "prepare data with --seq-len 16 at most"),
+        ("starcoder2", {"sliding_window": 16}, "use windows of 16 tokens at most (--seq-len 16)"),
         ("t5", {}, "is an encoder-decoder"),
         ("rwkv", {"context_length": 64}, "packed documents are not separate"),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 7}, "= 3, which does not divide 7 query heads"),

@@ -339,7 +339,7 @@ def test_held_out_windows_that_a_model_cannot_take(uptrain, tmp_path):
     inputs["model"] = tiny.save(tiny.build("gemma2", num_key_value_heads=2, sliding_window=256, **size), tmp_path / "g")
     inputs["parent"] = tiny.save(tiny.build("gemma2", sliding_window=48, **size), tmp_path / "p")
     command = real_runs.arguments(inputs, tmp_path / "run", "--eval-data", inputs["held_out"], loss="distill")
-    uptrain(*command).refused(f"{inputs['parent']}: model_type 'gemma2' cannot be trained", "rows of 128 tokens")
+    uptrain(*command).refused(f"{inputs['parent']}: model_type 'gemma2' cannot be trained", "windows of 128 tokens")
     assert not (tmp_path / "run").exists()
 
 

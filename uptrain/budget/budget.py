@@ -183,7 +183,8 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
     missing = []
     if options.alpha is not None and options.original_tokens is None:
         missing.append(
-            "--original-tokens (how many tokens it was pre-trained on, e.g. 2T; not needed with --tokens for --alpha)"
+            "--original-tokens (how many tokens it was pre-trained on, e.g. 2T; not needed with --tokens N "
+            "or --steps N in place of --alpha)"
         )
     if options.global_batch_tokens is None:
         missing.append("--global-batch-tokens (tokens of one optimizer step, e.g. 4194304)")

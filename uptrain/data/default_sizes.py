@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.checkpoint.context import read_context
+from model.common import checks
 from model.common.errors import InputError
+from model.decoder.config import is_native
 
 MICRO_BATCH_TOKENS = 8192
 """Default size of a micro-batch, in tokens."""
@@ -13,11 +15,25 @@ MAX_DEFAULT_SEQ_LEN = 4096
 
 
 def default_seq_len(config: Mapping[str, Any]) -> int:
-    """Return the default length of windows: the model's context, at most 4096."""
+    """Return the default length of windows: the model's context, at most 4096.
+
+    Where transformers computes the model, windows are no longer than what its layers see (`sliding_window`), because
+    packed documents could not be separated.
+    """
     context = read_context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    return min(context, MAX_DEFAULT_SEQ_LEN)
+    sees = None if is_native(config) else _sliding_window(config)
+    return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens layers with a sliding window see; None if no layer has one."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    slides = config.get("use_sliding_window", True) and (not isinstance(kinds, list) or "sliding_attention" in kinds)
+    if window is None or not slides:
+        return None
+    return checks.whole_number(window, "config.json has sliding_window", least=2)
 
 
 def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:

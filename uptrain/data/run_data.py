@@ -28,8 +28,8 @@ def ensure_cache(
 ) -> Path:  # fmt: skip
     """Return the token cache that `data` names; if `data` names texts, tokenise them into `out` first.
 
-    `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to the model's
-    context, at most 4096. `option` gave `data`. `temporary`: the caller deletes the cache. The main process builds the
+    `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to
+    `default_seq_len`. `option` gave `data`. `temporary`: the caller deletes the cache. The main process builds the
     cache, and the others wait for it.
     """
     if not is_cache(data):

@@ -118,7 +118,7 @@ def check_caches(caches: Iterable[TokenCache], vocab_size: int) -> None:
 
 
 def check_packing(model: LanguageModel, seq_len: int) -> None:
-    """Raise InputError if the model cannot mask attention between documents of a row."""
+    """Raise InputError if the model cannot mask attention between documents of a window."""
     if isinstance(model, TransformersModel):
         model.check_packing(seq_len)
 
