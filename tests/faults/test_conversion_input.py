@@ -89,8 +89,12 @@ def test_dangling_source(refuse, tmp_path):
 
 
 def test_no_config(refuse, source):
-    (source / "config.json").unlink()
+    (source / "config.json").rename(source / "other.json")
     refuse("no config.json")
+    snapshot = source / "snapshots/0a1b"  # as in the cache of Hugging Face
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    refuse("no config.json", f"Name one of its snapshots: {snapshot}")
     (source / "model.gguf").write_text("")
     refuse("no config.json", "model.gguf")
 

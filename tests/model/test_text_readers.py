@@ -150,6 +150,14 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": ["a"]}\n', "field 'text' is a list, not a string"),
         (b'{"text": {}}\n', "field 'text' is an object, not a string"),
         (
+            b'{"text": [{"role": "user"}]}\n',
+            "field 'text' is a list, not a string; a chat must become text first",
+        ),
+        (
+            b'{"messages": [{"role": "user"}]}\n',
+            "no field 'text' among 'messages'; a chat must become text first",
+        ),
+        (
             b"{}\n",
             "no field 'text' among no fields; rename the field of the text to 'text', or name it with `",
         ),

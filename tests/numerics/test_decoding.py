@@ -11,7 +11,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import DynamicCache
 
 from model import generate, load_model
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, InputError
 from model.decoder import generation, kv_cache
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
@@ -152,6 +152,12 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
         written = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert [token for token in written[0, 3:].tolist() if token not in known] == text
     assert generate(ours, prompts, 24, stop_ids=()) == free
+
+
+def test_one_prompt_is_no_list_of_prompts(tmp_path):
+    _, ours = pair(tmp_path)
+    with pytest.raises(InputError, match="must be a list of prompts"):
+        generate(ours, [1, 2, 3], 4)
 
 
 def test_a_prompt_of_another_tokenizer(tmp_path):

@@ -385,6 +385,22 @@ def test_mpt_code_that_cannot_open_the_output(convert, tmp_path, code, changes, 
     tiny.edit_config(source, **changes)
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).refused(words)
     assert not (tmp_path / "out").exists()
+    if "own code" in words:  # `inspect` says the same
+        assert any(words in note for note in json.loads(convert("inspect", source, "--json").out)["notes"])
+
+
+def test_what_opens_the_output_is_said_before(convert, tmp_path):
+    source = tiny.save(tiny.build("gpt_neox"), tmp_path / "source")
+    (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
+    assert "transformers opens the result with trust_remote_code=True" in note
+    shown = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2, "--dry-run", "--json")
+    assert note in json.loads(shown.out)["notes"]
+
+
+def test_what_uptrain_does_not_measure_is_said(convert, tmp_path):
+    source = tiny.save(falcon(alibi=True), tmp_path / "source")
+    shown = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").out
+    assert "It has ALiBi biases, so uptrain does not measure or train it." in shown
 
 
 def test_the_checkpoints_own_code_is_read_and_not_run(convert, tmp_path):
