@@ -27,13 +27,14 @@ def notes_of_merge(recipe: Recipe, family: Family) -> Iterator[str]:
 
 def notes_on_opening(family: Family) -> Iterator[str]:
     """Yield notes on programs that cannot open merged heads as they open the source."""
-    if engines := ", ".join(family.engines_without_gqa):
+    if family.engines_without_gqa:
+        *others, last = family.engines_without_gqa
         yield (
-            f"the classes of {family.model_type} in these engines ({engines}) have a K/V head for each query head, and "
-            "cannot load merged heads (read in their source, not tried). vLLM and SGLang can use transformers' class: "
-            "--model-impl transformers."
+            f"the classes of {family.model_type} in {', '.join(others)} and {last} have a K/V head for each query "
+            "head, and cannot load merged heads (read in their source, not tried). vLLM and SGLang can use "
+            "transformers' class: --model-impl transformers."
         )
-    if family.custom_code is not None:
+    if family.custom_code is not None and family.custom_code.model_type != family.model_type:
         yield (
             f"merged heads of {family.model_type} need model code, which is written beside them: transformers opens "
             "the result with trust_remote_code=True. vLLM, SGLang and llama.cpp do not."

@@ -20,6 +20,8 @@ from model.decoder.masks import document_mask, document_positions
 from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
 from model.families import FAMILIES
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What configs and classes of transformers call the kinds of layers."""
 _PROBED = 12
 """Tokens of the rows that show whether documents are separate."""
 _CLOSE, _NEARLY = 0.05, 0.3
@@ -70,10 +72,10 @@ class TransformersModel(nn.Module):
     def check_packing(self, seq_len: int) -> None:
         """Raise CheckpointError if documents packed into windows of `seq_len` tokens cannot be separated.
 
-        Separation needs attention with a causal mask. Convolutions and recurrent states do not use it.
-        Some families change it: those with sliding windows, and those whose scores depend on distance (ALiBi).
-        Separation is also impossible if transformers chooses the rotary frequencies of all documents by the longest
-        one. Windows may not be longer than a table of positions either.
+        Separation needs attention with a causal mask. Convolutions and recurrent states do not use it. Where scores
+        depend on distance (ALiBi), it does not suffice. Classes with sliding windows take other masks for these; that
+        those of Groupwise's families do is tested. Separation is also impossible if transformers chooses the rotary
+        frequencies of all documents by the longest one. Windows may not be longer than a table of positions either.
         """
         config: Any = self.theirs.config
         both_ways = getattr(config, "use_bidirectional_attention", None)
@@ -82,20 +84,16 @@ class TransformersModel(nn.Module):
                 f"model_type {config.model_type!r} has attention to later tokens here (is_causal = false or "
                 "use_bidirectional_attention in config.json); only causal models can be trained or evaluated."
             )
-        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-        if others := sorted({*(kinds or ())} - {"full_attention", "sliding_attention"}):
+        if others := sorted(_kinds(config) - {FULL, SLIDING}):
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: a mask does not separate the "
                 f"documents of a window in its layers of the kind {' and '.join(others)}."
             )
-        slides = any(kind != "full_attention" for kind in kinds) if kinds else window is not None
-        if slides and window is not None:
-            window = checks.whole_number(window, "config.json has sliding_window")
-        if slides and (window is None or seq_len > window):
+        window = _sliding_window(config)
+        if window is not None and seq_len > window and config.model_type not in FAMILIES:
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} tokens "
-                f"here: its layers see {f'the last {window} tokens' if window else 'less than all tokens'} only"
-                f"{f'; {_shorter(window)}' if window else ''}."
+                f"here: its layers see the last {window} tokens only; {_shorter(window)}."
             )
         attention = getattr(config, "attn_config", None)
         if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
@@ -117,19 +115,30 @@ class TransformersModel(nn.Module):
                     f"batch; {_shorter(context)}."
                 )
 
-    def _packing(self, documents_BT: Tensor | None) -> dict[str, Tensor]:
+    def _packing(self, documents_BT: Tensor | None) -> dict[str, Any]:
         """Return the arguments that make transformers separate packed documents."""
         if documents_BT is None:
             return {}
         self.check_packing(documents_BT.shape[1])
-        allowed = document_mask(documents_BT, window=None, dense=True).allowed_B1TS
+        return {"attention_mask": self._masks(documents_BT), "position_ids": document_positions(documents_BT)}
+
+    def _masks(self, documents_BT: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the mask of all layers, or those of both kinds of layers, as classes with `layer_types` take them."""
+        config: Any = self.theirs.config
+        window = _sliding_window(config)
+        if window is None or documents_BT.shape[1] <= window:
+            return self._mask(documents_BT, None)
+        if FULL not in _kinds(config):
+            return self._mask(documents_BT, window)
+        return {FULL: self._mask(documents_BT, None), SLIDING: self._mask(documents_BT, window)}
+
+    def _mask(self, documents_BT: Tensor, window: int | None) -> Tensor:
+        """Return what is added to the scores, [B, 1, T, T]: 0, or the least number where a token does not attend."""
+        allowed = document_mask(documents_BT, window, dense=True).allowed_B1TS
         assert allowed is not None
         dtype = self._mask_dtype(allowed.device.type)
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return {
-            "attention_mask": hidden.masked_fill(~allowed, torch.finfo(dtype).min),
-            "position_ids": document_positions(documents_BT),
-        }
+        return hidden.masked_fill(~allowed, torch.finfo(dtype).min)
 
     def _mask_dtype(self, device_type: str) -> torch.dtype:
         """Return the dtype of a mask that is added to the scores.
@@ -150,6 +159,33 @@ class TransformersModel(nn.Module):
         if hasattr(embedding, "state_dtype"):
             dtypes.add(embedding.state_dtype)
         return functools.reduce(torch.promote_types, dtypes)
+
+
+def _kinds(config: Any) -> set[str]:
+    """Return the kinds of attention that the config names for layers; empty if all are of one kind."""
+    return {*(_known(config, "layer_types") or ())}
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Return how many tokens the layers with a sliding window see; None if no layer has one."""
+    kinds, window = _kinds(config), _known(config, "sliding_window")
+    if kinds and SLIDING not in kinds:
+        return None
+    if window is None and kinds:
+        raise CheckpointError(
+            f"config.json of model_type {config.model_type!r} has layers of the kind {SLIDING} and no sliding_window "
+            "(or use_sliding_window = false); correct it."
+        )
+    return None if window is None else checks.whole_number(window, "config.json has sliding_window")
+
+
+def _known(config: Any, key: str) -> Any:
+    """Return a setting of a config; None if its class does not know the key, which it keeps and the model ignores.
+
+    Of other classes than Groupwise's families, which might read it all the same, return whatever the config holds.
+    """
+    is_ignored = config.model_type in FAMILIES and not hasattr(type(config), key)
+    return None if is_ignored else getattr(config, key, None)
 
 
 def _shorter(n_tokens: int) -> str:

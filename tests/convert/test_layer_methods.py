@@ -39,7 +39,7 @@ def test_heads_equal_but_for_their_coordinates_merge_without_loss(convert, tmp_p
 
 @pytest.mark.parametrize(
     ("family", "engines"),
-    [("phi", "vLLM and llama.cpp and SGLang"), ("olmo", "vLLM and SGLang"), ("olmoe", "llama.cpp and SGLang")],
+    [("phi", "vLLM, llama.cpp and SGLang"), ("olmo", "vLLM and SGLang"), ("olmoe", "llama.cpp and SGLang")],
 )
 def test_a_note_on_engines_without_grouped_heads(convert, tmp_path, family, engines):
     source, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"

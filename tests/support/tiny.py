@@ -86,6 +86,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 24},
     "seed_oss": {"head_dim": 4},
 }  # fmt: skip
+# For phi3. Beyond 16 tokens, the longest document of a batch decides on the frequencies of all.
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2,
+    },
+}  # fmt: skip
 # Around language models: the family of the one inside, and what keeps the rest tiny.
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = {**SIZES, "image_size": 8, "patch_size": 4}

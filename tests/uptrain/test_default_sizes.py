@@ -13,14 +13,13 @@ from uptrain.data.default_sizes import default_micro_batch, default_seq_len
         ({"max_position_embeddings": 131_072}, 4096),
         ({"model_type": "mpt", "max_seq_len": 1024, "max_position_embeddings": 2048}, 1024),
         ({"text_config": {"max_position_embeddings": 512}}, 512),  # LLaVA
-        ({"model_type": "gemma2", "max_position_embeddings": 2048, "sliding_window": 512}, 512),
-        ({"model_type": "gemma3_text", "max_position_embeddings": 2048, "sliding_window": 512,
+        ({"model_type": "gemma2", "max_position_embeddings": 2048, "sliding_window": 512}, 2048),
+        ({"model_type": "other", "max_position_embeddings": 2048, "sliding_window": 512,
           "layer_types": ["sliding_attention", "full_attention"]}, 512),
-        ({"model_type": "qwen3", "max_position_embeddings": 2048, "sliding_window": 512,
+        ({"model_type": "other", "max_position_embeddings": 2048, "sliding_window": 512,
           "layer_types": ["full_attention"]}, 2048),
-        ({"model_type": "qwen3", "max_position_embeddings": 2048, "sliding_window": 512,
+        ({"model_type": "other", "max_position_embeddings": 2048, "sliding_window": 512,
           "use_sliding_window": False}, 2048),
-        ({"model_type": "mistral", "max_position_embeddings": 2048, "sliding_window": 512}, 2048),  # native
         ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 512}}, 512),
     ],
 )  # fmt: skip

@@ -66,8 +66,8 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     uptrain("evaluate", inputs["model"], *data, "--teacher", other).refused("has 67 tokens, the student 257")
     empty = caches.write_cache(tmp_path / "empty", [[[5], [6], [7]]], 32, real_runs.VOCAB)
     uptrain("evaluate", inputs["model"], "--data", empty).refused("nothing to predict")
-    narrow = tiny.save(tiny.build("gemma2", vocab_size=real_runs.VOCAB, sliding_window=16), tmp_path / "narrow")
-    uptrain("evaluate", narrow, *data).refused("windows of 32 tokens", "the last 16 tokens only", "(--seq-len 16)")
+    narrow = tiny.save(tiny.build("phi3", vocab_size=real_runs.VOCAB, **tiny.LONGROPE), tmp_path / "narrow")
+    uptrain("evaluate", narrow, *data).refused("windows of 32 tokens", "beyond 16 tokens", "(--seq-len 16)")
     falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
     for family, change in (("qwen3", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})):

@@ -384,7 +384,7 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
     [
         ("gpt_neox", {}, "under other names than the files do"),
         ("mixtral", {}, "under other names than the files do"),
-        ("starcoder2", {"sliding_window": 16}, "use windows of 16 tokens at most (--seq-len 16)"),
+        ("phi3", tiny.LONGROPE, "use windows of 16 tokens at most (--seq-len 16)"),
         ("mistral", {"sliding_window": 16}, None),
     ],
 )

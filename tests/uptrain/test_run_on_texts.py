@@ -142,7 +142,7 @@ def test_no_such_texts(uptrain, tmp_path, model):
             {"says": VOCAB - 8},
             "300 rows in model.embed_tokens.weight, but its config.json says vocab_size = 292",
         ),
-        ("starcoder2", {"sliding_window": 16}, "use windows of 16 tokens at most (--seq-len 16)"),
+        ("phi3", tiny.LONGROPE, "use windows of 16 tokens at most (--seq-len 16)"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_texts_are_tokenised(uptrain, tmp_path, texts, family, changes, words):

@@ -336,10 +336,11 @@ def test_held_out_windows_that_a_model_cannot_take(uptrain, tmp_path):
     inputs = real_runs.make_inputs(tmp_path)
     inputs["held_out"] = caches.write_cache(tmp_path / "longer", [[list(range(128))] * 4], 128, real_runs.VOCAB)
     size = {"vocab_size": real_runs.VOCAB, "max_position_embeddings": 256}
-    inputs["model"] = tiny.save(tiny.build("gemma2", num_key_value_heads=2, sliding_window=256, **size), tmp_path / "g")
-    inputs["parent"] = tiny.save(tiny.build("gemma2", sliding_window=48, **size), tmp_path / "p")
+    inputs["model"] = tiny.save(tiny.build("phi3", num_key_value_heads=2, **size), tmp_path / "g")
+    long = {**tiny.LONGROPE, "original_max_position_embeddings": 48}
+    inputs["parent"] = tiny.save(tiny.build("phi3", **long, **size), tmp_path / "p")
     command = real_runs.arguments(inputs, tmp_path / "run", "--eval-data", inputs["held_out"], loss="distill")
-    uptrain(*command).refused(f"{inputs['parent']}: model_type 'gemma2' cannot be trained", "windows of 128 tokens")
+    uptrain(*command).refused(f"{inputs['parent']}: model_type 'phi3' cannot be trained", "windows of 128 tokens")
     assert not (tmp_path / "run").exists()
 
 

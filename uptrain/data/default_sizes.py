@@ -6,7 +6,7 @@ from typing import Any
 from model.checkpoint.context import read_context
 from model.common import checks
 from model.common.errors import InputError
-from model.decoder.config import is_native
+from model.families import FAMILIES
 
 MICRO_BATCH_TOKENS = 8192
 """Default size of a micro-batch, in tokens."""
@@ -17,13 +17,13 @@ MAX_DEFAULT_SEQ_LEN = 4096
 def default_seq_len(config: Mapping[str, Any]) -> int:
     """Return the default length of windows: the model's context, at most 4096.
 
-    Where transformers computes the model, windows are no longer than what its layers see (`sliding_window`), because
-    packed documents could not be separated.
+    Of a class that is none of Groupwise's families, windows are no longer than what its layers see (`sliding_window`):
+    packed documents could not be separated otherwise (`TransformersModel.check_packing`).
     """
     context = read_context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    sees = None if is_native(config) else _sliding_window(config)
+    sees = None if config.get("model_type") in FAMILIES else _sliding_window(config)
     return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
 
 
