@@ -1,8 +1,8 @@
 """Packed documents in transformers' classes with sliding windows: their logits are those of each document alone."""
 
 import pytest
+import tiny
 import torch
-from support import tiny
 
 from model.common.errors import CheckpointError
 from model.decoder.transformers_model import TransformersModel

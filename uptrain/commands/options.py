@@ -87,7 +87,7 @@ seq_len_option = click.option(
     "--seq-len",
     type=click.IntRange(2, LARGEST_SIZE),
     metavar="N",
-    help="Tokens in a window.  [default: as in the cache; or the model's context or sliding window, at most 4096]",
+    help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
 )
 optimizer_option = click.option(
     "--optimizer",
