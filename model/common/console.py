@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import InputError, RankError, RunError, is_out_of_memory
+from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
 from model.common.launcher import has_launcher, is_first_process
 from model.common.printable import one_line, printable, printable_json
 
@@ -105,6 +105,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_INPUT if is_name_too_long else FAILED
     if is_out_of_memory(error):
         return f"not enough memory ({one_line(str(error)).partition('. ')[0]}).", FAILED
+    if is_device_error(error):
+        return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another.", FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error

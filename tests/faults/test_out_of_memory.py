@@ -15,14 +15,27 @@ from model.common.machine import available_memory
 from uptrain.training import loop
 
 
-def test_a_lack_of_memory_of_any_command_is_one_line(capsys, monkeypatch):
-    def lacking(**options):
-        raise MemoryError("Unable to allocate 8.00 MiB for an array")
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            MemoryError("Unable to allocate 8.00 MiB for an array"),
+            "not enough memory (Unable to allocate 8.00 MiB for an array).",
+        ),
+        (
+            RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …"),
+            "the GPU failed (CUDA error: an illegal memory access was encountered); if it fails again, use another.",
+        ),
+    ],
+)
+def test_a_failure_of_the_machine_is_one_line_in_any_command(capsys, error, line):
+    def fail(**options):
+        raise error
 
     with pytest.raises(SystemExit) as stop:
-        console.run(type("Command", (), {"main": staticmethod(lacking)}))
+        console.run(type("Command", (), {"main": staticmethod(fail)}))
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "Error: not enough memory (Unable to allocate 8.00 MiB for an array).\n"
+    assert capsys.readouterr().err == f"Error: {line}\n"
 
 
 def test_too_little_memory_to_join_experts(convert, tmp_path, monkeypatch):

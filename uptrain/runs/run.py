@@ -25,7 +25,7 @@ from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
-from model.common.counts import format_count
+from model.common.counts import counted, format_count
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
 from model.common.file_lock import FileLock
 from model.common.files import replace_file
@@ -318,7 +318,7 @@ def _describe(settings: Settings, training: Training) -> str:
         how = "emulated bf16, which is slow" if settings.precision == "bf16" else settings.precision
         computes = f" The GPU has no bf16 of its own (before Ampere), so it computes in {how}."
     return (
-        f"Training {settings.trainable}, {trained} of {total} parameters: {settings.steps:,} steps of "
+        f"Training {settings.trainable}, {trained} of {total} parameters: {counted(settings.steps, 'step')} of "
         f"{settings.global_batch * training.cache.seq_len:,} tokens, peak learning rate {settings.lr:.3g}, loss: "
         f"{LOSSES[settings.loss]}{evaluated}.{computes}"
     )
