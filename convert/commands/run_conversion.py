@@ -120,19 +120,15 @@ def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: 
     """Print the commands that measure and train the output. `source`, `written`: paths as a shell takes them."""
     is_folder = (checkpoint.path / "config.json").is_file()
     teacher = source if is_folder else "PARENT"
-    family = plan.geometry.attention.family
-    trainable = not family.joins_experts
-    elsewhere = f" (uptrain does not train {family.model_type}; use other software)"
-    console.echo(f"Measure its quality{', and train it' if trainable else elsewhere}:")
+    console.echo("Measure its quality, and train it:")
     if not is_folder:
         console.echo(f"  convert to-hf {source} PARENT")
     console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
-    if trainable:
-        console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
-        console.echo(
-            "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
-            "   --tokens N --global-batch-tokens N --lr LR)"
-        )
+    console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+    console.echo(
+        "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
+        "   --tokens N --global-batch-tokens N --lr LR)"
+    )
 
 
 def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:

@@ -175,7 +175,7 @@ class Family:
     not_per_head: tuple[str, ...] = ()
     """Further parts that do not depend on the number of heads, and are copied."""
     joins_experts: bool = False
-    """Whether transformers joins the experts that the files hold one by one. `uptrain` cannot train such a model."""
+    """Whether transformers joins the experts that the files hold one by one. `uptrain` trains attention alone then."""
     switch: Switch | None = None
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Settings that prevent a conversion: key → the value and the reason."""

@@ -371,7 +371,7 @@ def test_the_next_commands_are_possible(convert, tmp_path):
     assert "uptrain evaluate" not in text and "uptrain run" not in text
     experts = tiny.save(tiny.build("mixtral"), tmp_path / "experts")
     text = convert("mha-to-mqa", experts, tmp_path / "experts-mqa", "--method", "mean").out
-    assert "does not train mixtral" in text and "uptrain evaluate" in text and "uptrain run" not in text
+    assert "uptrain evaluate" in text and "uptrain run" in text
     head_dim = torch_files.META_SHAPE["hidden_size"] // torch_files.META_SHAPE["num_attention_heads"]
     exact = ("--latent", head_dim, "--rope", head_dim)
     text = convert("mha-to-mla", tmp_path / "out", tmp_path / "latent", *exact).out

@@ -66,9 +66,8 @@ REFUSED = {
     "truncated weights": ({"model": "broken"}, (), None),
     "experts, which transformers holds under other names": (
         {"model": "experts"}, (),
-        "{experts} cannot be trained here: transformers holds its weights under other names than the files do "
-        "(model.layers.0.mlp.gate.weight), so other programs could not open the result. This affects "
-        "mixture-of-experts models, and GPT-NeoX before conversion.",
+        "--trainable all: transformers holds the experts of model_type 'mixtral' under other names than the files do, "
+        "so other programs could not open the result; use --trainable attention.",
     ),
     "teacher of another vocabulary": (
         {}, ("--teacher", "{other teacher}"),

@@ -383,7 +383,6 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
     ("family", "changes", "words"),
     [
         ("gpt_neox", {}, "under other names than the files do"),
-        ("mixtral", {}, "under other names than the files do"),
         ("phi3", tiny.LONGROPE, "use windows of 16 tokens at most (--seq-len 16)"),
         ("mistral", {"sliding_window": 16}, None),
     ],
@@ -397,6 +396,15 @@ def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family,
     uptrain(*fixed).refused(words)
     monkeypatch.setattr("uptrain.commands.plan.find_spec", lambda name: None)
     assert "was not checked, because that needs torch" in json.loads(uptrain(*fixed).out)["warnings"][0]
+
+
+def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):
+    folder = tiny.save(tiny.build("mixtral"), tmp_path / "model")
+    fixed = ("plan", folder, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32, "--json")
+    for options in ((), ("--trainable", "lora")):
+        uptrain(*fixed, *options).refused("under other names than the files do", "use --trainable attention")
+    plan = json.loads(uptrain(*fixed, "--trainable", "attention").succeeded().out)
+    assert [plan["memory"][part] is None for part in ("all", "attention", "kv", "lora")] == [True, False, False, True]
 
 
 def test_few_steps_of_the_originals_batch(uptrain, source):

@@ -82,7 +82,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     from uptrain.estimates.plan import make_plan
 
     plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
-    plan["warnings"] += _check_models(model, options["teacher"], plan["seq_len"])
+    plan["warnings"] += _check_models(model, options["teacher"], plan["seq_len"], plan["trainable"])
     if as_json:
         print_json(plan)
         return
@@ -99,7 +99,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     echo(f"\nNext:\n{_next_command(plan)}")
 
 
-def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
+def _check_models(model: Path, teacher: Path | None, seq_len: int, part: str) -> list[str]:
     """Raise InputError for models that `uptrain run` refuses; return a warning if that cannot be checked.
 
     Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
@@ -113,7 +113,8 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int) -> list[str]:
         return ["whether `uptrain run` can train this model was not checked, because that needs torch."]
     from uptrain.runs.checks import check_models
 
-    check_models(model, teacher, [seq_len])
+    # make_plan has checked the rank of adapters
+    check_models(model, teacher, [seq_len], "all" if part == "lora" else part)
     return []
 
 

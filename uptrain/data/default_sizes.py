@@ -23,7 +23,7 @@ def default_seq_len(config: Mapping[str, Any]) -> int:
     context = read_context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    sees = None if config.get("model_type") in FAMILIES else _sliding_window(config)
+    sees = None if str(config.get("model_type")) in FAMILIES else _sliding_window(config)
     return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
 
 

@@ -218,8 +218,8 @@ class MemoryEstimator:
 
     def adapted(self) -> list[TensorInfo]:
         """Return the matrices that have an adapter with `--trainable lora`: of every linear layer in decoder layers."""
-        matrices = (x for x in self.tensors if layer_number(x.name) is not None and len(x.shape) == 2)
-        return [matrix for matrix in matrices if matrix.name not in self.always_float32]
+        weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
+        return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
 
     def warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""

@@ -136,16 +136,18 @@ class _Completed(Checkpoint):
     Adapters are added to the tensors that they belong to, in float64.
     """
 
-    def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, str]) -> None:
+    def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, tuple[str, ...]]) -> None:
         self.path, self.format, self.shards = trained.path, trained.format, trained.shards
         self._open = (trained, initial)
         self._places = {
-            stored: (trained, name) if name in trained.tensors else (initial, stored) for name, stored in names.items()
+            stored: (trained, name) if name in trained.tensors else (initial, stored)
+            for name, all_stored in names.items()
+            for stored in all_stored
         }
         self.tensors = {
             stored: replace(source.tensors[name], name=stored) for stored, (source, name) in self._places.items()
         }
-        modules = {stored: name.removesuffix("weight") for name, stored in names.items()}
+        modules = {stored[0]: name.removesuffix("weight") for name, stored in names.items() if len(stored) == 1}
         self._adapters = {
             name: module for name, module in modules.items() if f"{module}lora_A.weight" in trained.tensors
         }

@@ -4,6 +4,8 @@ Frozen parameters have no float32 masters, gradients or optimizer states. The va
 with float32 copies of them, because they are cast where they are used.
 """
 
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,45 @@ class _CastProduct(torch.autograd.Function):
         (grad,) = grad_outputs
         (weight,) = ctx.saved_tensors
         return grad @ weight.to(grad.dtype), None, None
+
+
+class AutocastExperts(nn.Module):
+    """The experts of a layer, which transformers joins, with weights cast to the dtype of the products in use.
+
+    `theirs`, transformers' class, computes in the dtype of its weights, also under autocast.
+    """
+
+    theirs: type[nn.Module]
+    weight_names: tuple[str, ...]
+
+    def forward(self, states: Tensor, *routing: Tensor) -> Tensor:
+        weights = {name: getattr(self, name) for name in self.weight_names}
+        dtype, experts = matmul_dtype(states), self
+        if any(weight.dtype != dtype for weight in weights.values()):
+            experts = copy(self)
+            vars(experts).update({name: weight.to(dtype) for name, weight in weights.items()})
+        out: Tensor = self.theirs.forward(experts, states, *routing)
+        return out
+
+
+@cache
+def _autocasting(theirs: Any) -> Any:
+    return type(f"Autocast{theirs.__name__}", (AutocastExperts, theirs), {"theirs": theirs})
+
+
+def autocast_experts(model: LanguageModel) -> LanguageModel:
+    """Let the experts of a model cast their weights in use; return the model."""
+    for module in model.modules():
+        _autocast_if_experts(module)
+    return model
+
+
+def _autocast_if_experts(module: nn.Module) -> None:
+    theirs: Any = type(module)
+    # transformers' decorator `use_experts_implementation` sets this attribute
+    if hasattr(module, "_is_expert_parallel") and not isinstance(module, AutocastExperts):
+        module.__class__ = _autocasting(theirs)
+        vars(module)["weight_names"] = tuple(name for name, _ in module.named_parameters(recurse=False))
 
 
 class FrozenEmbedding(nn.Embedding):
@@ -103,7 +144,7 @@ def use_float32_states(teacher: LanguageModel) -> None:
 
     Equal models of bfloat16 checkpoints then give the same logits. (Of other checkpoints the teacher's norms and
     embedding are rounded to bfloat16, and the student's are not.) Vectors of modules that cannot cast them, such as the
-    weights of transformers' norms, become float32. Its scaled embeddings (Gemma) and joined experts stay as they are.
+    weights of transformers' norms, become float32. Its scaled embeddings (Gemma) stay as they are.
     """
     for module in teacher.modules():
         if not make_cast_in_use(module, torch.float32):
@@ -129,6 +170,7 @@ def make_cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
         module.__class__ = FrozenLinear
     elif type(module) is nn.Embedding:
         module.__class__ = FrozenEmbedding
+    _autocast_if_experts(module)
     if isinstance(module, FrozenEmbedding):
         module.state_dtype = state_dtype
-    return isinstance(module, FrozenLinear | FrozenEmbedding | RMSNorm)
+    return isinstance(module, FrozenLinear | FrozenEmbedding | AutocastExperts | RMSNorm)

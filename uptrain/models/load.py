@@ -10,6 +10,7 @@ from torch import nn
 
 from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
+from model.checkpoint.tensor import is_buffer, layer_number
 from model.common import checks, console
 from model.common.errors import InputError
 from model.decoder import loading
@@ -18,7 +19,13 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
-from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_undefined, uncast_names
+from uptrain.models.frozen_parameters import (
+    autocast_experts,
+    choose_trainable,
+    set_dtypes,
+    set_dtypes_of_undefined,
+    uncast_names,
+)
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
@@ -30,7 +37,7 @@ def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Languag
     `lora_rank` is that of the adapters of the part `lora`, which are zero.
     """
     if part == "all":
-        return load_model(folder, torch.float32)
+        return autocast_experts(load_model(folder, torch.float32))
     student, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
     choose_part(student, part, lora_rank, folder)
     set_dtypes(student, dtype)
@@ -55,7 +62,7 @@ def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> Lan
 def empty_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
     """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
     if part == "all":
-        return _empty(folder, torch.float32)
+        return autocast_experts(_empty(folder, torch.float32))
     student, dtype = _in_stored_dtype(folder, lambda dtype: _empty(folder, dtype))
     choose_part(student, part, lora_rank, folder)
     set_dtypes_of_undefined(student, dtype)
@@ -159,22 +166,41 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
     del layers[n_layers:]
     config: Any = student.theirs.config
     config.num_hidden_layers = len(layers)  # some classes count by it
-    if part != "all":
+    if part == "all":
+        autocast_experts(student)
+    else:
         choose_part(student, part, lora_rank, folder)
         set_dtypes(student, dtype)
     return student, len(layers)
 
 
-def stored_names(folder: Path) -> dict[str, str]:
-    """Return a table, name in a training checkpoint → name in the folder's files, of parameters and stored buffers."""
-    names, prefix = tensor_names(folder)
+def stored_names(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return a table, name in a training checkpoint → names in the folder's files, of parameters and stored buffers.
+
+    Most have one name. transformers holds some tensors under other names, such as routers and GPT-NeoX's head, and
+    joins the experts of a layer: a parameter of experts has the names of all tensors of its layer that no other has.
+    """
+    shapes, prefix = tensor_shapes(folder)
     with open_checkpoint(folder) as checkpoint:
+        tensors = checkpoint.tensors
         if is_native(checkpoint.config):
-            return loading.build_meta(checkpoint)[1]
-        return {name: name if name in checkpoint.tensors else name.removeprefix(prefix) for name in names}
+            return {name: (stored,) for name, stored in loading.build_meta(checkpoint)[1].items()}
+    table = {name: stored for name in shapes for stored in (name, name.removeprefix(prefix)) if stored in tensors}
+    others = sorted(name for name in tensors.keys() - table.values() if not is_buffer(tensors[name]))
+    for name in shapes.keys() - table.keys():
+        alike = [x for x in others if layer_number(x) == layer_number(name) and tensors[x].shape == shapes[name]]
+        if len(alike) == 1:
+            table[name] = alike[0]
+    joined = [name for name in others if name not in table.values()]
+    return {
+        name: (table[name],)
+        if name in table
+        else tuple(each for each in joined if layer_number(each) == layer_number(name))
+        for name in shapes
+    }
 
 
-def frozen_names(folder: Path, part: str) -> dict[str, str]:
+def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
     """Return the entries of `stored_names` that are not trained."""
     pattern = part_pattern(part, read_config(folder)[1])
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
@@ -183,27 +209,28 @@ def frozen_names(folder: Path, part: str) -> dict[str, str]:
 def float32_names(folder: Path) -> frozenset[str]:
     """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
 
-    Their modules in transformers cannot cast them: norms, scaled embeddings, and experts in one tensor.
+    Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
     """
     if is_native(read_config(folder)[1]):
         return frozenset()
     wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
-    return frozenset(stored[name.removeprefix(THEIRS)] for name in wide)
+    return frozenset(file_name for name in wide for file_name in stored[name.removeprefix(THEIRS)])
 
 
-def tensor_names(folder: Path) -> tuple[tuple[str, ...], str]:
-    """Return the names in memory of a model's parameters and stored buffers, and the prefix that its files may omit.
+def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Return a table, name in memory → shape, of parameters and stored buffers, and the prefix that files may omit.
 
     Both are empty for native models, whose names are those of the files.
     """
     _, config = read_config(folder)
     if is_native(config):
-        return (), ""
+        return {}, ""
     with torch.device("meta"):
         model = build_hf_model(folder, torch.float32)
     stored = model.state_dict().keys()  # with both names of a tied tensor, of which the files hold one
-    buffers = (name for name, _ in model.named_buffers() if name in stored)
-    return (*(name for name, _ in model.named_parameters()), *buffers), f"{model.base_model_prefix}."
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *buffers)}
+    return shapes, f"{model.base_model_prefix}."
 
 
 def random_student(folder: Path, seed: int) -> LanguageModel:
@@ -220,7 +247,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
             torch.manual_seed(seed)
             model = TransformersModel(build_hf_model(folder, torch.float32)).eval()
         check_separation(model)
-        return model
+        return autocast_experts(model)
     student = empty_student(folder)
     assert isinstance(student, LlamaForCausalLM)
     std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")

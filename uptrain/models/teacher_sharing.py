@@ -1,6 +1,7 @@
 """Share frozen parameters of the student with a teacher that has the same: both then hold them once."""
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from model.checkpoint import open_checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
 from model.decoder.transformers_model import THEIRS
-from uptrain.models.frozen_parameters import FrozenEmbedding, FrozenLinear, make_cast_in_use
+from uptrain.models.frozen_parameters import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import frozen_names, stored_names
 
@@ -23,21 +24,26 @@ def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
     """Return the names of the frozen parameters of `model` whose tensors have the same bytes in both folders."""
     ours, theirs = frozen_names(model, part), stored_names(teacher)
     with open_checkpoint(model) as first, open_checkpoint(teacher) as second:
-        return [name for name in ours if name in theirs and same_bytes(first, ours[name], second, theirs[name])]
+        return [
+            name
+            for name in ours
+            if len(ours[name]) == len(theirs.get(name, ()))
+            and all(same_bytes(first, a, second, b) for a, b in zip(ours[name], theirs[name], strict=True))
+        ]
 
 
 def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch.dtype) -> ParameterOwners:
     """Return where the student has those of its frozen parameters that a teacher can use with the same result.
 
-    Linear layers and embeddings qualify, because they cast their weights where they use them. A norm qualifies only if
-    the teacher's own dtype, `teacher_dtype`, is at least as wide.
+    Linear layers, experts and embeddings qualify, because they cast their weights where they use them. A norm qualifies
+    only if the teacher's own dtype, `teacher_dtype`, is at least as wide.
     """
     wanted, chosen = set(names), {}
     for module_name, module in student.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}".removeprefix(THEIRS)
             widened = torch.promote_types(parameter.dtype, teacher_dtype) == teacher_dtype
-            rounds = isinstance(module, FrozenLinear | FrozenEmbedding)
+            rounds = isinstance(module, FrozenLinear | FrozenEmbedding | AutocastExperts)
             if name in wanted and (rounds or (isinstance(module, RMSNorm) and widened)):
                 chosen[name] = (module, key)
     return chosen
@@ -82,12 +88,18 @@ class _SharedNorm(_UsesParametersOf, RMSNorm):
     pass
 
 
+@cache
+def _sharing_experts(experts: type[AutocastExperts]) -> Any:
+    return type(f"Shared{experts.__name__}", (_UsesParametersOf, experts), {})
+
+
 def _use_parameters_of(module: nn.Module, owners: ParameterOwners) -> None:
     """Remove parameters of a module, and let it use those of others."""
     for key in owners:
         delattr(module, key)
     classes = {FrozenLinear: _SharedLinear, FrozenEmbedding: _SharedEmbedding, RMSNorm: _SharedNorm}
-    module.__class__ = classes[type(module)]
+    own: Any = type(module)
+    module.__class__ = _sharing_experts(own) if isinstance(module, AutocastExperts) else classes[own]
     assert isinstance(module, _UsesParametersOf)
     module.owners = owners
 

@@ -21,14 +21,19 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
 
     Raises InputError if the family has no such part, or is not known.
     """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if part in ("all", "lora") and isinstance(family, Family) and family.joins_experts:
+        raise InputError(
+            f"--trainable {part}: transformers holds the experts of model_type {model_type!r} under other names than "
+            "the files do, so other programs could not open the result; use --trainable attention."
+        )
     if part == "all":
         return re.compile("")
     if part == "lora":
         return re.compile(r"\.lora_[AB]\.")
     if read_latent_norm(config) is not None:
         return _of_layers("layers", _LATENT[part])
-    model_type = config.get("model_type")
-    family = FAMILIES.get(str(model_type))
     if not isinstance(family, Family):
         raise InputError(
             f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."

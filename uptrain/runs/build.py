@@ -22,7 +22,6 @@ from uptrain.models.load import (
     load_teacher,
     random_student,
     teacher_dtype,
-    tensor_names,
 )
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
@@ -138,7 +137,7 @@ def initial_student(settings: Settings, config_folder: Path) -> LanguageModel:
     if not settings.model:
         return random_student(config_folder, settings.seed)
     model = Path(settings.model)
-    check_exportable(model, *tensor_names(model))
+    check_exportable(model, settings.trainable)
     student = load_student(model, settings.trainable, settings.lora_rank)
     initialise_adapters(student, settings.seed)
     return student

@@ -21,7 +21,8 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import wants_sharding
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.language_model import LanguageModel
-from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_names
+from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_shapes
+from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.runs.settings import Settings
@@ -42,7 +43,7 @@ def check_models(
     folders = [folder for folder in (model, teacher) if folder]
     check_lm_heads(folders)
     if model:
-        check_exportable(model, *tensor_names(model))
+        check_exportable(model, trainable)
     models = [build_meta(folder) for folder in folders]
     for folder, each in zip(folders, models, strict=True):
         for seq_len in seq_lens:
@@ -179,14 +180,16 @@ def _have_equal_vocabularies(one: Path, other: Path) -> bool:
     return bool(names) and equal == names
 
 
-def check_exportable(folder: Path, parameters: Iterable[str], prefix: str) -> None:
-    """Raise InputError if parameters have other names in memory than in the files: the model could not be exported.
+def check_exportable(folder: Path, part: str) -> None:
+    """Raise InputError if parameters of a part have other names in memory than in the files: it could not be exported.
 
-    Names in the files may omit `prefix`. transformers 5 fuses experts and renames the head of GPT-NeoX, unless it is
-    tied.
+    transformers 5 joins experts and renames the head of GPT-NeoX, unless it is tied. With adapters, all names count.
     """
+    pattern = part_pattern(part, read_config(folder)[1])
+    shapes, prefix = tensor_shapes(folder)
     with open_checkpoint(folder) as checkpoint:
-        _check_names(folder, parameters, prefix, checkpoint.tensors)
+        trained = (name for name in shapes if part == "lora" or pattern.search(name))
+        _check_names(folder, trained, prefix, checkpoint.tensors)
 
 
 def check_init(folder: Path, seq_len: int) -> None:
@@ -214,7 +217,7 @@ def _check_names(folder: Path, parameters: Iterable[str], prefix: str, files: Co
             raise InputError(
                 f"{folder} cannot be trained here: transformers holds its weights under other names than the files do "
                 f"({name}), so other programs could not open the result. This affects mixture-of-experts models, and "
-                "GPT-NeoX before conversion."
+                "GPT-NeoX before conversion; train attention alone (--trainable attention)."
             )
 
 

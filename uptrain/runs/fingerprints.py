@@ -91,7 +91,7 @@ def _of_frozen_tensors(settings: Settings) -> str:
     folder, sha256 = Path(settings.model), hashlib.sha256()
     names = frozen_names(folder, settings.trainable)
     with open_checkpoint(folder) as checkpoint:
-        for name in sorted(names.values()):
+        for name in sorted({name for stored in names.values() for name in stored}):
             sha256.update(tensor_sha256(checkpoint, name).encode())
     return sha256.hexdigest()
 
