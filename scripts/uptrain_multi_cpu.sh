@@ -8,6 +8,11 @@ set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true
 : "${PROCESSES:?set it to how many processes}"
+case $PROCESSES in
+    *[!0-9]* | 0)
+        echo "Error: PROCESSES=$PROCESSES is not a number of processes; give 2, for example." >&2
+        exit 2 ;;
+esac
 # torchrun would give each process one thread.
 threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / PROCESSES))
 if [ "$threads" -lt 1 ]; then threads=1; fi

@@ -7,6 +7,11 @@ set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}
 layout=${LAYOUT:-fsdp2}
+case $gpus in
+    *[!0-9]*)
+        echo "Error: GPUS=$gpus is not a number of GPUs; give 4, for example." >&2
+        exit 2 ;;
+esac
 if [ "$gpus" -eq 0 ]; then
     echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
     exit 2

@@ -1,6 +1,5 @@
 """Open a checkpoint's tokenizer, from tokenizer.json or from the other files that transformers reads."""
 
-import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from model.common.tokenizer import (
     VOCABULARIES,
     find_leading_ids,
     has_tokenizer,
+    is_tiktoken,
     open_tokenizer,
     put_bos_first,
 )
@@ -26,9 +26,6 @@ from model.common.typed_json import parse_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_TIKTOKEN_LINE = 1000
-"""More bytes than the first line of a file of tiktoken has."""
 
 
 def open_fast_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
@@ -73,7 +70,8 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
         if commit is not None and not has_tokenizer(checkpoint.side_files):
             advice = f"fetch all files of the model: hf download {name}; {of_ids}"
         raise UnsupportedMethodError(f"{refusal}; {advice}.")
-    if _is_tiktoken(checkpoint.side_files.get("tokenizer.model")):  # transformers would not know its special tokens
+    content = checkpoint.side_files.get("tokenizer.model")
+    if content is not None and is_tiktoken(content):  # transformers would not know its special tokens
         raise UnsupportedMethodError(f"{refusal}: its tokenizer.model is a file of tiktoken; {advice}.")
     try:
         backend: Tokenizer | None = getattr(open_hf_tokenizer(checkpoint), "backend_tokenizer", None)
@@ -82,16 +80,6 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     if backend is None:
         raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
     return backend
-
-
-def _is_tiktoken(content: Path | bytes | None) -> bool:
-    """Return whether a tokenizer.model begins with a token in base64 and its number, as tiktoken's files do."""
-    if content is None:
-        return False
-    if isinstance(content, Path):
-        with content.open("rb") as file:
-            content = file.read(_TIKTOKEN_LINE)
-    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
 
 
 def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:

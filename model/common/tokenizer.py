@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ ADDED_TOKENS = "added_tokens.json"
 OTHER_VOCABULARY_ENDINGS = ("tekken.json", ".model")
 TOKENIZER_FILE_PREFIXES = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template")
 """How the names of a tokenizer's files begin, besides those of vocabularies."""
+_TIKTOKEN_LINE = 1000
+"""More bytes than the first line of a file of tiktoken has."""
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 """The parts of tokenizer.json that determine the ids of a text, besides special tokens."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -35,6 +38,14 @@ otherwise."""
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Return whether files with these names hold a vocabulary, also one that is not read here (tekken, tiktoken)."""
     return any(name in VOCABULARIES or "token" in name or name.endswith(OTHER_VOCABULARY_ENDINGS) for name in names)
+
+
+def is_tiktoken(content: Path | bytes) -> bool:
+    """Return whether a tokenizer.model begins with a token in base64 and its number, as tiktoken's files do."""
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            content = file.read(_TIKTOKEN_LINE)
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content) is not None
 
 
 def open_tokenizer(folder: Path) -> Any:

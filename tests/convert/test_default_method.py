@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 import tiny
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from tiny_tokenizers import make_tokenizer
+from sentencepiece import SentencePieceProcessor
+from tiny_tokenizers import make_sentencepiece, make_tokenizer
 
 from convert.calibration_text.read import read_calibration_text
 from model.checkpoint import open_checkpoint
@@ -124,20 +124,10 @@ def test_a_tokenizer_without_tokenizer_json(convert, source, tmp_path):
     assert np.array_equal(slow_ids[: len(body)], body)
 
 
-def make_vocabulary(folder):
-    """Write a tokenizer.model of sentencepiece."""
-    text = ["the quick brown fox jumps over the lazy dog 0123456789"] * 20
-    with (folder / "tokenizer.model").open("wb") as file:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter(text), model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True,
-            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-        )  # fmt: skip
-
-
 def test_a_vocabulary_of_sentencepiece(convert, source, tmp_path):
     """A Vicuna has no other file; the tokens are those of sentencepiece itself."""
     (source / "tokenizer.json").unlink()
-    make_vocabulary(source)
+    make_sentencepiece(source)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **special}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -155,7 +145,7 @@ def test_the_settings_of_llama_1(source, tokenizer_class, special):
     """Its folders name empty special tokens, or say nothing of BOS, which its texts begin with."""
     (source / "tokenizer.json").unlink()
     (source / "special_tokens_map.json").write_text("{}")
-    make_vocabulary(source)
+    make_sentencepiece(source)
     others = {"eos_token": "", "unk_token": ""} if not special else {}
     kind = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
     settings = {"bos_token": special, **others, **kind, "model_max_length": 1000}

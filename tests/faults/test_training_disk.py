@@ -252,17 +252,21 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     inputs = real_runs.make_inputs(tmp_path, hidden_size=256)  # so large that headers of files do not count
     options = ("--trainable", part, "--optimizer", optimizer)
 
-    def start(name, free):
+    def start(name, free, *more):
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-        result = uptrain(*real_runs.arguments(inputs, tmp_path / name, *options, steps=4)).succeeded()
+        result = uptrain(*real_runs.arguments(inputs, tmp_path / name, *options, *more, steps=4)).succeeded()
         return result.err
 
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
     saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
     # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
     monkeypatch.setattr(store, "SPARE", 0)
-    assert "Warning: a checkpoint takes about" not in start("enough", 2.25 * sum(saved))
-    assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 2 * sum(saved))
+    # It saves each step, keeps the last two and the one before the decay, and writes another.
+    assert "Warning: a checkpoint takes about" not in start("enough", 4.25 * sum(saved))
+    assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 4 * sum(saved))
+    once = ("--save-every", 4)  # and before the decay
+    assert "Warning: a checkpoint takes about" not in start("enough for two", 2.25 * sum(saved), *once)
+    assert "Warning: a checkpoint takes about" in start("less than two", 2 * sum(saved), *once)
 
 
 def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):

@@ -104,7 +104,8 @@ def test_one_gpu_needs_no_launcher(shell, layout):
 
 
 def test_multi_gpu_without_a_gpu(shell):
-    assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="0") == (2, [])
+    for wrong in ("0", "x", "-1"):
+        assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS=wrong) == (2, []), wrong
 
 
 def test_multi_cpu(shell):
@@ -113,9 +114,9 @@ def test_multi_cpu(shell):
     assert lines[0] == f"launcher 600 {SIGNALS}"
     assert Path(lines[2]) == SCRIPTS / "launch/accelerate/ddp.yaml"
     assert lines[3:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
-    code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES="")
-    assert code != 0
-    assert not lines
+    for wrong in ("", "0", "x", "2x", "-1"):
+        code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=wrong)
+        assert code and not lines, wrong
 
 
 def test_multi_cpu_starts_two_processes(tmp_path):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -37,3 +38,13 @@ def make_tokenizer(folder: Path, vocab_size: int = 300, *, bos: bool = True, eos
         )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return folder
+
+
+def make_sentencepiece(folder):
+    """Write a tokenizer.model of sentencepiece."""
+    text = ["the quick brown fox jumps over the lazy dog 0123456789"] * 20
+    with (folder / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=300, model_type="bpe", byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        )  # fmt: skip

@@ -218,7 +218,7 @@ def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "schedule",
-            f"{values['kind']}, peak {values['peak']:.3g}, {values['warmup_steps']:,} steps of warm-up{decay}",
+            f"{values['kind']}, peak {values['peak']:.3g}, {counted(values['warmup_steps'], 'step')} of warm-up{decay}",
         ),
         *([("default peaks", f"for --trainable: {listed}")] if differ else []),
         ("learning rate", f"{_curve(schedule)}\n{rates}"),

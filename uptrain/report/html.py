@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.hub import name_of
-from model.common.counts import format_count
+from model.common.counts import counted, format_count
 from model.common.printable import printable
 from uptrain.report.history import History, format_loss, format_recovered
 
@@ -117,7 +117,10 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("Minimised", history.objective),
         ("Budget", f"{settings.steps:,} steps, {format_count(budget.tokens)} tokens"),
         ("A step", f"{budget.global_batch_tokens:,} tokens in {settings.global_batch:,} windows"),
-        ("Learning rate", f"{settings.schedule}, peak {settings.lr:.3g}, {settings.warmup_steps:,} steps of warm-up"),
+        (
+            "Learning rate",
+            f"{settings.schedule}, peak {settings.lr:.3g}, {counted(settings.warmup_steps, 'step')} of warm-up",
+        ),
         ("Optimizer", f"{settings.optimizer}, weight decay {settings.weight_decay:g}, trains {settings.trainable}"),
         ("Precision", f"{settings.precision}, parameters float32"),
         ("Seed", str(settings.seed)),

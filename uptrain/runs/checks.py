@@ -221,12 +221,13 @@ def _check_names(folder: Path, parameters: Iterable[str], prefix: str, files: Co
             )
 
 
-def check_batch(global_batch: int, n_processes: int) -> None:
-    """Raise InputError if the global batch is not divisible by the number of processes."""
+def check_batch(global_batch: int, n_processes: int, is_new: bool = True) -> None:
+    """Raise InputError if the global batch, which only a new run can change, is not divisible among the processes."""
     if global_batch % n_processes:
         divisors = [n for n in range(1, min(global_batch, MOST_PROCESSES) + 1) if global_batch % n == 0]
         raise InputError(
             f"a global batch of {global_batch} windows cannot be divided evenly among {n_processes} processes; "
             "possible numbers are "
-            f"{', '.join(map(str, divisors))}. Change --global-batch-tokens or the number of processes."
+            f"{', '.join(map(str, divisors))}. Change {'--global-batch-tokens or ' if is_new else ''}the number of "
+            "processes."
         )

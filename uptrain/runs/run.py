@@ -97,7 +97,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     layers = check_layer_names(folder / MODEL, settings)
     accelerator = make_accelerator(settings.precision, layers, settings.track, folder)
     check_replicas(accelerator)
-    check_batch(settings.global_batch, accelerator.num_processes)
+    check_batch(settings.global_batch, accelerator.num_processes, is_new=False)
     check_same_data(settings.data, run.cache_sha256)
     with _locked_on_main(accelerator, folder) as check_lock:
         checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last)
@@ -214,17 +214,18 @@ def _run_id(folder: Path) -> str:
 
 
 def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str:
-    """Return a warning if the disk lacks the room for two checkpoints, or for one more if there are some already."""
+    """Return a warning if the disk lacks the room for the checkpoints that the run keeps, and one more."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
-    needed = each * (SPARE if list_checkpoints(folder / CHECKPOINTS) else 1 + SPARE)
+    others = min(settings.keep_last, (settings.steps - 1) // settings.save_every) + (settings.schedule == "wsd")
+    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + SPARE)
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return ""
     return (
-        f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for its next ones, but {size(free)} "
-        f"are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves every "
-        f"{settings.save_every:,} steps."
+        f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for those that it keeps, but "
+        f"{size(free)} are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves "
+        f"every {settings.save_every:,} steps."
     )
 
 
@@ -249,8 +250,8 @@ def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        message = one_line(str(error))
-        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}")
+        message = _first_sentence(error)
+        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}.")
     if isinstance(error, (InputError, OSError)):
         return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
     return error

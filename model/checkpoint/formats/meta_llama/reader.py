@@ -21,6 +21,13 @@ from model.checkpoint.tensor_blocks import whole_rows
 from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.common.errors import CheckpointError
 from model.common.read_files import leads_outside
+from model.common.tokenizer import is_tiktoken
+
+_SENTENCEPIECE_SETTINGS = {
+    "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+}  # fmt: skip
+"""tokenizer_config.json of Llama 1 and 2, without which transformers gives other ids and no beginning of text."""
 
 
 class MetaFolder(Checkpoint):
@@ -100,7 +107,13 @@ class MetaFolder(Checkpoint):
             self.side_files[name] = above / name
         if "tokenizer.json" in self.side_files:
             return []
-        has = f"only Meta's {name} is copied" if name in self.side_files else f"nor is there a {name}"
+        content = self.side_files.get(name)
+        if content is not None and not is_tiktoken(content):
+            self.side_files.setdefault("tokenizer_config.json", json_text(_SENTENCEPIECE_SETTINGS))
+            return [f"there is no tokenizer.json; transformers reads Meta's {name} with the settings of Llama 2."]
+        has = f"nor is there a {name}"
+        if content is not None:
+            has = f"and in Meta's {name}, which is copied, transformers finds no special tokens"
         return [
             f"there is no tokenizer.json, {has}: copy the tokenizer's files from a Hugging Face release of the model."
         ]
