@@ -405,6 +405,9 @@ def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):
         uptrain(*fixed, *options).refused("under other names than the files do", "use --trainable attention")
     plan = json.loads(uptrain(*fixed, "--trainable", "attention").succeeded().out)
     assert [plan["memory"][part] is None for part in ("all", "attention", "kv", "lora")] == [True, False, False, True]
+    shown = uptrain(*fixed[:-1], "--trainable", "attention").succeeded().out
+    row = next(line.split() for line in shown.splitlines() if line.startswith("one device, or DDP"))
+    assert (row[4], row[-1]) == ("–", "–") and row[5] != "–"
 
 
 def test_few_steps_of_the_originals_batch(uptrain, source):

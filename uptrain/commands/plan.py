@@ -260,9 +260,11 @@ def _disk(memory: dict[str, Any]) -> str:
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table; a part that the model does not have is a dash."""
-    parts, counts = [memory[part] for part in TRAINABLE], list(memory["all"][SHARDED])
+    parts = [memory[part] for part in TRAINABLE]
+    of_any = next(filter(None, parts))
+    counts = list(of_any[SHARDED])
     rows = [_size_row(label, [part and part[f"{name}_bytes"] for part in parts]) for name, label in KINDS.items()]
-    if memory["all"]["teacher_bytes"]:
+    if of_any["teacher_bytes"]:
         own = [part and part["teacher_bytes"] - part["shared_bytes"] for part in parts]
         rows.append(_size_row("teacher, not shared", own))
     rows += _device_rows("one device, or DDP", "FSDP2", parts, counts)
@@ -290,7 +292,7 @@ def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
     parts = [time[part] for part in TRAINABLE]
     counts = [(processes, "hours"), *([(1, "device_hours")] if processes > 1 else [])]
     rows = []
-    for name in time["all"]["hours"]:
+    for name in next(filter(None, parts))["hours"]:
         for n, key in counts:
             rows.append((f"{n} {name}", *("–" if part is None else _hours(part[key][name]) for part in parts)))
     return rows

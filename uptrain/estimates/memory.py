@@ -50,7 +50,7 @@ WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
 MEMORY_FORMULA = (
     "8 bytes x trained parameters (float32 weight and gradient) + the optimizer's states (AdamW: 8 bytes) + 2 bytes "
     "(their bfloat16 copies; none where sharded) + the frozen parameters in the model's dtype (in float32 where "
-    "transformers' classes cannot cast them: norms, scaled embeddings, joined experts) + 2 bytes x the teacher's "
+    "transformers' classes cannot cast them: norms, routers, scaled embeddings) + 2 bytes x the teacher's "
     "parameters, without those that equal frozen ones in the model's dtype (all / devices where sharded) + activations "
     "of the micro-batch + a chunk of the LM head's logits + 4 bytes x the LM head's parameters if they are trained "
     "(their gradient in the loss); where sharded, also the embedding, the LM head and two layers gathered, and the "
