@@ -10,11 +10,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from model.checkpoint.hf_folder import read_config
 from model.common import console
 from model.common.errors import InputError, prefix_path
 from model.common.launcher import is_first_process
 from model.decoder.devices import fast_float32_matmul
+from model.language_model import read_language_config
 from uptrain.data.default_sizes import context_warning, default_micro_batch
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
@@ -72,7 +72,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     for each in filter(None, (options.model, options.teacher)):  # before texts are tokenised
         with prefix_path(each):
             check_packing(build_meta(each), seq_len)
-    warning = context_warning(read_config(options.model)[1], seq_len)
+    warning = context_warning(read_language_config(options.model), seq_len)
     if warning and is_first_process():
         console.warn(warning)
     device = choose_device(options.device)

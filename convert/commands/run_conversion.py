@@ -25,6 +25,7 @@ from model.common.file_names import CALIBRATION_TOKENS
 from model.common.files import lies_in
 from model.completeness import has_head
 from model.geometry import Geometry
+from model.language_model import has_language_model
 
 SLOW_SECONDS = 60
 """A message announces a calibration that is estimated to take longer."""
@@ -96,7 +97,7 @@ def _print_result(
     checkpoint: Checkpoint, out: Path, plan: Plan, summary: dict[str, Any], record: dict[str, Any]
 ) -> None:
     if not plan.computed:
-        console.echo("The number of K/V heads is unchanged; every tensor was copied.")
+        console.echo("The number of K/V heads is unchanged.")
     elif plan.recipe.method in HEAD_METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
     tables.print_plan(summary, done=True)
@@ -134,7 +135,7 @@ def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: 
 def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:
     """Return what a model has, or lacks, that keeps `uptrain evaluate` from it; None if it can be evaluated."""
     obstacles = {
-        "parts beside the language model": geometry.text_config is not None,
+        "a language model that cannot be used alone": not has_language_model(checkpoint.config),
         "an encoder": len(geometry.attention.family.attention) > 1,
         "ALiBi biases": geometry.alibi,
         "no language-model head": not has_head(checkpoint),

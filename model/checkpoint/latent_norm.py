@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from model.checkpoint.interface import Checkpoint
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
+from model.checkpoint.view import CheckpointView
 from model.common import checks
 from model.common.errors import CheckpointError
 
@@ -88,33 +88,18 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
     )
 
 
-class _Wrapped(Checkpoint):
-    """A checkpoint with other tensors in place of some."""
+class _OfLatentNorm(CheckpointView):
+    """A view of a checkpoint that has another way to undo the norm, or none."""
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
-        self._inner, self._norm = inner, norm
-        self.path, self.format = inner.path, inner.format
-        self.tensors, self.shards = dict(inner.tensors), inner.shards
-        # `__getattr__` is not asked for what `Checkpoint` has a default of.
-        self.skipped_files, self.notes = inner.skipped_files, inner.notes
-        self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
-        self.opened = inner.opened
-
-    @property
-    def config_folder(self) -> Path:
-        return self._inner.config_folder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._norm = norm
 
     def span(self, name: str) -> Span | None:
-        return None if _part(name) else self._inner.span(name)
-
-    def close(self) -> None:
-        self._inner.close()
+        return None if _part(name) else super().span(name)
 
 
-class WithoutLatentNorm(_Wrapped):
+class WithoutLatentNorm(_OfLatentNorm):
     """A checkpoint of the stock class, with the latent's rows in their usual size and without the norm.
 
     Raises CheckpointError if what is left out is not what `WithLatentNorm` writes: norms, biases and constant channels.
@@ -165,7 +150,7 @@ def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
     return WithoutLatentNorm(checkpoint, norm)
 
 
-class WithLatentNorm(_Wrapped):
+class WithLatentNorm(_OfLatentNorm):
     """A checkpoint as `WithoutLatentNorm` presents it, with the tensors of the stock class."""
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:

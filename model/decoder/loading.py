@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Container, Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo, open_checkpoint
+from model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from model.checkpoint.latent_norm import read_latent_norm, without_latent_norm
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
@@ -23,8 +24,10 @@ from model.common.read_files import CONFIG_BYTES, read_content
 from model.common.typed_json import parse_object
 from model.decoder.config import LlamaConfig, is_native, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM
+from model.decoder.transformers_classes import build_hf_model, load_state
 from model.decoder.transformers_model import TransformersModel, load_hf_model
 from model.geometry import read_geometry
+from model.language_model import InsideWrapper, open_language_model
 
 
 def load_model(
@@ -35,11 +38,11 @@ def load_model(
     Families with native code are loaded from any format that `open_checkpoint` reads. `dtype` None keeps the tensors'
     dtype, or widens all to the widest if the matrices differ. Other families are opened by transformers, with the same
     interface. It reads Hugging Face folders only, and `dtype` None is the dtype of config.json. Native models are
-    loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Raises
-    CheckpointError for a config that is not implemented, and for a missing, unexpected or misshapen tensor, which it
-    names.
+    loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Of a model
+    with images or sound, only the language model inside is loaded. Raises CheckpointError for a config that is not
+    implemented, and for a missing, unexpected or misshapen tensor, which it names.
     """
-    with open_checkpoint(Path(folder)) as checkpoint:
+    with open_language_model(Path(folder)) as checkpoint:
         if is_native(checkpoint.config):
             model = load_llama(checkpoint, dtype, device, skip)
             model.stop_ids = stop_ids(checkpoint)
@@ -50,8 +53,29 @@ def load_model(
                 f"{path}: transformers opens models of model_type {model_type!r} as Hugging Face folders only; write "
                 f"one first: convert to-hf {shlex.quote(str(path))} OUT"
             )
+        if isinstance(checkpoint, InsideWrapper):
+            return _load_inside_wrapper(checkpoint, dtype, device)
         n_stored = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
     return load_hf_model(checkpoint.config_folder, n_stored, dtype, device)
+
+
+def _load_inside_wrapper(checkpoint: InsideWrapper, dtype: torch.dtype | None, device: str) -> TransformersModel:
+    """Load the language model of a wrapper into its class in transformers, which knows no such files."""
+    from accelerate import init_empty_weights
+
+    names = [name for name in checkpoint.tensors if not is_rope_buffer(name)]
+    dtype = dtype or functools.reduce(torch.promote_types, matrix_dtypes(checkpoint, names))
+    folder = checkpoint.config_folder
+    with init_empty_weights(include_buffers=False):
+        hf_model: Any = build_hf_model(folder, dtype)
+    tied = hf_model.config.tie_word_embeddings
+    if tied and HEAD in names:
+        _check_tied(checkpoint, EMBEDDING)
+        names.remove(HEAD)
+    state = {name: read_tensor(checkpoint, name, dtype, scalar=True) for name in names}
+    load_state(hf_model, state, f"{hf_model.base_model_prefix}." if tied else "", str(folder), dtype)
+    hf_model.tie_weights()
+    return TransformersModel(hf_model.to(device)).eval()
 
 
 def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.hf_folder import read_config
 from model.common import checks
 from model.common.errors import CheckpointError, InputError, RunError, is_device_error, is_out_of_memory, prefix_path
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
+from model.language_model import read_language_config, wrapper_of
 
 DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_rate")
 """How the keys of rates of dropout end in config.json."""
@@ -159,16 +159,16 @@ def names_in_files(model: nn.Module) -> set[str]:
 def read_hf_config(folder: Path) -> Any:
     """Return transformers' config of a folder, without dropout.
 
-    Code in the folder is not run: the code that is copied into converted models is registered from
-    `model.remote_code`.
+    Of a wrapper, it is the config of the language model inside. Code in the folder is not run: the code that is copied
+    into converted models is registered from `model.remote_code`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from model.remote_code.register import register
 
     _refuse_version_4()
     register()
-    _, values = read_config(folder)
+    values = read_language_config(folder)
     _refuse_kernels(folder, values)
     _check_layers(folder, values)
     family = FAMILIES.get(str(values.get("model_type")))
@@ -176,7 +176,10 @@ def read_hf_config(folder: Path) -> Any:
         with prefix_path(folder):
             check_class_settings(values, family, head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if wrapper_of(values) is None:
+            config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        else:
+            config = CONFIG_MAPPING[str(values["model_type"])].from_dict(deepcopy(values))  # it edits what is inside
         # What the file names may not be installed, and may not take the masks of packed documents.
         config._attn_implementation = None
         _remove_dropout(config)

@@ -217,3 +217,5 @@ class Wrapper:
     """As in `Family`, for the language model inside. Two spellings; the second since transformers 4.52."""
     other_towers: str = r"(?:model\.)?vision_tower\."
     """As in `Family`."""
+    is_causal: bool = True
+    """Whether no token of a text attends to later ones."""

@@ -19,7 +19,13 @@ STANDARD = (
     # Command R7B, Command A and newer Aya: Llama's layout. Layers without a sliding window are not rotated.
     Family(
         "cohere2",
-        default_sizes={"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 40},
+        default_sizes={
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "intermediate_size": 22528,
+            "vocab_size": 256000,
+        },
         rotary_pairing="interleaved",
         rotates_only="sliding_attention",
     ),
@@ -62,7 +68,13 @@ STANDARD = (
         null_n_kv_heads="refused",
         default_head_dim=256,
         head_norms=HeadNorms("q_norm", "k_norm", "shared", offset=1.0),
-        default_sizes={"hidden_size": 2304, "num_attention_heads": 8, "num_hidden_layers": 26},
+        default_sizes={
+            "hidden_size": 2304,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 26,
+            "intermediate_size": 9216,
+            "vocab_size": 262208,
+        },
     ),
     # GLM-4 9B and GLM-Edge in transformers' own format, and GLM-4-0414: Llama's layout with q, k and v biases.
     *(
@@ -103,6 +115,8 @@ STANDARD = (
             "num_attention_heads": 32,
             "num_hidden_layers": 32,
             "max_position_embeddings": 2048,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
         },
     ),
     # Ministral 3, its language model: Mistral's layout.
@@ -111,7 +125,13 @@ STANDARD = (
         default_n_kv_heads=8,
         null_n_kv_heads="refused",
         default_head_dim=128,
-        default_sizes={"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 34},
+        default_sizes={
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 34,
+            "intermediate_size": 14336,
+            "vocab_size": 131072,
+        },
     ),
     # Mistral 7B and its relatives: Llama's layout.
     Family(
@@ -123,6 +143,8 @@ STANDARD = (
             "num_attention_heads": 32,
             "num_hidden_layers": 32,
             "max_position_embeddings": 131072,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
         },
         ignores_tokenizer_class=True,
     ),
@@ -185,6 +207,8 @@ STANDARD = (
             "num_attention_heads": 32,
             "num_hidden_layers": 32,
             "max_position_embeddings": 32768,
+            "intermediate_size": 22016,
+            "vocab_size": 151936,
         },
     ),
     # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.

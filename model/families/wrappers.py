@@ -42,8 +42,8 @@ WRAPPERS = (
     Wrapper("llava_onevision", "qwen2"),
     # Mistral Small 3.1 and Ministral 3: as LLaVA, around Mistral or Ministral 3.
     Wrapper("mistral3", "mistral"),
-    # PaliGemma: as LLaVA, around Gemma or Gemma 2.
-    Wrapper("paligemma", "gemma"),
+    # PaliGemma: as LLaVA, around Gemma or Gemma 2. The tokens of a prompt attend to all others of it.
+    Wrapper("paligemma", "gemma", is_causal=False),
     # Qwen2-Audio: as LLaVA, with a tower for sound.
     Wrapper("qwen2_audio", "qwen2", other_towers=r"(?:model\.)?audio_tower\."),
     # SmolVLM: as Idefics 3.

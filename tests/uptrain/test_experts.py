@@ -27,7 +27,7 @@ EXPERTS = (*JOINED, "gpt_oss")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory, request):
+def inputs(tmp_path_factory):
     """Write a merged OLMoE in bfloat16, its parent, and data."""
     folder = tmp_path_factory.mktemp("inputs")
     made = make_inputs(folder)

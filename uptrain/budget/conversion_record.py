@@ -46,14 +46,14 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
 
     A teacher of another size than the model, such as a larger one, is not compared.
     """
-    from model.checkpoint import open_checkpoint  # imports numpy, which the command line does not need to start
-    from model.geometry import read_sizes
+    from model.geometry import read_sizes  # imports numpy, which the command line does not need to start
+    from model.language_model import open_language_model
 
     heads = next((heads for _, method, heads in _conversions(model) if method), None)
     if heads is None:
         return None
     try:
-        with open_checkpoint(model) as student, open_checkpoint(teacher) as other:
+        with open_language_model(model) as student, open_language_model(teacher) as other:
             own, theirs = read_sizes(student), read_sizes(other)
     except CheckpointError:  # the heads of a teacher of another family may be unknown
         return None
@@ -71,12 +71,14 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     """Return the default of `--trainable`: `attention` if Groupwise converted the attention, else `all`.
 
-    Also `all` if the names of the model's attention are not known.
+    `attention` for any language model inside a wrapper, and `all` if the names of the model's attention are not known.
     """
     # imports numpy, which the command line does not need to start
+    from model.language_model import wrapper_of
     from uptrain.models.trainable_parts import knows_attention
 
-    return "attention" if knows_attention(config) and merge_method(folder) is not None else "all"
+    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
+    return "attention" if knows_attention(config) and is_part else "all"
 
 
 def _conversions(folder: Path) -> list[tuple[str, str | None, int | None]]:

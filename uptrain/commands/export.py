@@ -27,7 +27,8 @@ FOLDER = PathType()
 @click.option(
     "--dtype",
     type=click.Choice(("bfloat16", "float32")),
-    help="Dtype of all weights, trained or not.  [default: MODEL's; bfloat16 for float16, and for a run with --init]",
+    help="Dtype of the weights, trained or not; vision towers and the like keep theirs.  "
+    "[default: MODEL's; bfloat16 for float16, and for a run with --init]",
 )
 @json_option("Print the record of the training as JSON.")
 def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: bool) -> None:

@@ -104,10 +104,10 @@ def _check_models(model: Path, teacher: Path | None, seq_len: int, part: str) ->
 
     Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
     """
-    from model.checkpoint.hf_folder import read_config
     from model.decoder.config import is_native
+    from model.language_model import read_language_config
 
-    if all(is_native(read_config(folder)[1]) for folder in (model, teacher) if folder):
+    if all(is_native(read_language_config(folder)) for folder in (model, teacher) if folder):
         return []
     if find_spec("torch") is None:
         return ["whether `uptrain run` can train this model was not checked, because that needs torch."]

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from model.checkpoint import Checkpoint, TensorInfo
 from model.checkpoint.latent_norm import without_latent_norm
 from model.checkpoint.same_bytes import sampled_rows
 from model.checkpoint.tensor import BITS, layer_number
@@ -19,6 +19,7 @@ from model.common import checks
 from model.common.errors import InputError
 from model.decoder.config import is_native
 from model.geometry import ModelSizes, read_sizes
+from model.language_model import open_language_model
 from uptrain.estimates.parameter_counts import (
     count_by_layer,
     count_gathered,
@@ -146,7 +147,7 @@ class MemoryEstimator:
         lora_rank: int = DEFAULT_RANK,
     ) -> "MemoryEstimator":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
-        with open_checkpoint(model) as checkpoint:
+        with open_language_model(model) as checkpoint:
             config, sizes = checkpoint.config, read_sizes(checkpoint)
             tensors = without_buffers(without_latent_norm(checkpoint).tensors.values())
         if "intermediate_size" not in config and not is_native(config):
@@ -291,7 +292,7 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
 
     Three rows of each tensor are compared: what was trained or rescaled differs in nearly all of them.
     """
-    with open_checkpoint(model) as student, open_checkpoint(teacher) as parent:
+    with open_language_model(model) as student, open_language_model(teacher) as parent:
         own, theirs = without_latent_norm(student), without_latent_norm(parent)
         taught = without_buffers(theirs.tensors.values())
         alike = [tensor for tensor in taught if own.tensors.get(tensor.name) == tensor]

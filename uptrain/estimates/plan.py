@@ -6,10 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import open_checkpoint
-from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.completeness import check_head
+from model.language_model import open_language_model, read_language_config
 from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
@@ -36,7 +35,7 @@ from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank, check_rank
-from uptrain.models.trainable_parts import part_pattern, parts_of
+from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
 
@@ -78,7 +77,7 @@ def make_plan(
     """
     manifest = Manifest.parse(data) if data is not None else None
     _check_lm_heads_and_vocabularies(model, teacher)
-    with open_checkpoint(model) as checkpoint:
+    with open_language_model(model) as checkpoint:
         length = _seq_len(seq_len, manifest, checkpoint.config)
         method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
         part_pattern(trainable, checkpoint.config)
@@ -104,8 +103,9 @@ def make_plan(
     warnings = [
         data_use and repetition_warning(data_use["epochs"]),
         rate_problem(options, optimizer),
-        shape_warning(read_config(model)[1], options.original),
+        shape_warning(read_language_config(model), options.original),
         few_steps_warning(options, budget),
+        text_only_warning(estimator.config),
         estimator.warning(trainable),
         teacher and teacher_warning(model, teacher),
     ]
@@ -151,9 +151,9 @@ def make_plan(
 def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
     """Raise InputError for models that `uptrain run` refuses: without a head, of other vocabularies or formats."""
     folders = [model, *([teacher] if teacher else [])]
-    sizes = [read_config(folder)[1].get("vocab_size") for folder in folders]
+    sizes = [read_language_config(folder).get("vocab_size") for folder in folders]
     for folder, vocab_size in zip(folders, sizes, strict=True):
-        with open_checkpoint(folder) as checkpoint:
+        with open_language_model(folder) as checkpoint:
             check_head(checkpoint)
         if isinstance(vocab_size, int):  # not of a wrapper
             check_embedding_rows(folder, vocab_size)

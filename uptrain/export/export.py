@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, open_checkpoint
+from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, json_text, list_files, read_config
 from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_text, name_shards
+from model.checkpoint.tensor import numpy_dtype
 from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
@@ -21,6 +22,7 @@ from model.common.staging import new_folder
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import THEIRS
+from model.language_model import InsideWrapper, WithLanguageModel, open_language_model, text_config_key
 from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
@@ -57,7 +59,7 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
 def _check_fit(folder: Path, run_folder: Path) -> None:
     """Raise InputError if config.json does not describe the tensors of an exported folder."""
     try:
-        with open_checkpoint(folder) as checkpoint:
+        with open_language_model(folder) as checkpoint:
             if is_native(checkpoint.config):
                 check_shapes(checkpoint)
             else:
@@ -99,7 +101,7 @@ def default_dtype(settings: Settings, run_folder: Path) -> str:
     if not settings.model:
         return "bfloat16"
     try:
-        with open_checkpoint(Path(settings.model)) as checkpoint:
+        with open_language_model(Path(settings.model)) as checkpoint:
             stored = common_dtype(checkpoint.tensors.values())
     except InputError:
         config = read_config(run_folder / MODEL)[1]
@@ -116,7 +118,7 @@ def stored_size(run_folder: Path, checkpoint: Path) -> int:
 def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
     """Return how many bytes of weights `export` writes."""
     with _open_weights(Run.read(run_folder), run_folder, checkpoint) as weights:
-        return sum(replace(tensor, dtype=DTYPES[dtype]).nbytes for tensor in weights.tensors.values())
+        return sum(tensor.nbytes for tensor in _in_dtype(weights, dtype).values())
 
 
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
@@ -125,9 +127,21 @@ def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     weights = trained
     if run.settings.trainable != "all":
         model = Path(run.settings.model)
-        weights = _Completed(trained, without_latent_norm(open_checkpoint(model)), stored_names(model))
+        initial = open_language_model(model)
+        weights = _Completed(trained, without_latent_norm(initial), stored_names(model))
+        if isinstance(initial, InsideWrapper):
+            return WithLanguageModel(weights, initial)
     norm = read_latent_norm(read_config(folder / MODEL)[1])
     return weights if norm is None else WithLatentNorm(weights, norm)
+
+
+def _in_dtype(source: Checkpoint, dtype: str) -> dict[str, TensorInfo]:
+    """Return the tensors to write: those of the language model in a dtype, and all others as they are."""
+    unchanged = source.unchanged if isinstance(source, WithLanguageModel) else frozenset()
+    return {
+        name: tensor if name in unchanged else replace(tensor, dtype=DTYPES[dtype])
+        for name, tensor in source.tensors.items()
+    }
 
 
 class _Completed(Checkpoint):
@@ -197,8 +211,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advance) -> None:
-    short = DTYPES[dtype]
-    tensors = {name: replace(tensor, dtype=short) for name, tensor in source.tensors.items()}
+    tensors = _in_dtype(source, dtype)
     groups = divide(tensors.values(), DEFAULT_SHARD_SIZE)
     shards = name_shards(groups, {})
     for shard, group in zip(shards, groups, strict=True):
@@ -207,8 +220,8 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
             for tensor in group:
                 for start, stop in tensor.row_blocks(_PIECE):
                     rows = source.rows(tensor.name, start, stop)
-                    converted = rows.astype(FLOAT_DTYPES[short], copy=False)
-                    if not np.isfinite(converted).all():
+                    converted = rows.astype(numpy_dtype(tensor.dtype), copy=False)
+                    if tensor.dtype in FLOAT_DTYPES and not np.isfinite(converted).all():
                         raise InputError(
                             f"{source.path.parent} holds values in {tensor.name} that are NaN or infinite in {dtype}; "
                             "choose an earlier checkpoint with --step."
@@ -235,8 +248,15 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
 
 
 def config_text(folder: Path, dtype: str) -> bytes:
-    """Return config.json unchanged, or with another dtype if it names a different one, or none."""
+    """Return config.json unchanged, or with another dtype if it names a different one, or none.
+
+    A wrapper's config names that of its language model too.
+    """
     text, config = read_config(folder)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     changed = config | dict.fromkeys(keys, dtype)
+    inner = text_config_key(config)
+    if inner is not None:
+        named = [key for key in ("dtype", "torch_dtype") if key in config[inner]]
+        changed[inner] = config[inner] | dict.fromkeys(named, dtype)
     return text if changed == config else json_text(changed)

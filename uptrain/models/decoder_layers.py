@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.hf_folder import read_config
 from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import is_native
 from model.decoder.llama import LlamaForCausalLM
+from model.language_model import read_language_config
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta_from_config
 
@@ -29,8 +29,7 @@ def layer_class_names(folder: Path) -> tuple[str, ...]:
     They are empty if transformers does not name them. Names that its class shares with others, such as those of vision
     layers, are left out if the model has none: FSDP would fail.
     """
-    _, config = read_config(folder)
-    if is_native(config):
+    if is_native(read_language_config(folder)):
         return ("Block",)
     return tuple(sorted({type(layer).__name__ for layer in decoder_layers(build_meta_from_config(folder))}))
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.decoder.linear import matmul_dtype
 from model.decoder.llama import RMSNorm
+from model.language_model import read_language_config
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.trainable_parts import part_pattern
 
@@ -97,7 +97,7 @@ class FrozenEmbedding(nn.Embedding):
 
 def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
     """Train a `part` of a folder's model, `attention` or `kv`. Raises InputError if the model does not have it."""
-    pattern = part_pattern(part, read_config(folder)[1])
+    pattern = part_pattern(part, read_language_config(folder))
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(bool(pattern.search(name)))
     if not any(parameter.requires_grad for parameter in student.parameters()):

@@ -8,8 +8,6 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from model.checkpoint import open_checkpoint
-from model.checkpoint.hf_folder import read_config
 from model.checkpoint.tensor import is_buffer, layer_number
 from model.common import checks, console
 from model.common.errors import InputError
@@ -19,6 +17,7 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
+from model.language_model import open_language_model, read_language_config
 from uptrain.models.frozen_parameters import (
     autocast_experts,
     choose_trainable,
@@ -80,7 +79,7 @@ def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel])
     transformers would round some buffers to the dtype that it loads, such as the scale of Gemma's embedding. So its
     models are made in float32, and frozen parameters then get the checkpoint's dtype, which holds them exactly.
     """
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         name = common_dtype(checkpoint.tensors.values())
         native = is_native(checkpoint.config)
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
@@ -100,7 +99,7 @@ def teacher_dtype(precision: str) -> torch.dtype:
 
 
 def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
-    _, config = read_config(folder)
+    config = read_language_config(folder)
     if is_native(config):
         with torch.device("meta"):
             model = LlamaForCausalLM(read_llama_config(config)).to(dtype)
@@ -135,15 +134,15 @@ def build_meta(folder: Path) -> LanguageModel:
 
     Raises CheckpointError if the files of a native model lack its parameters.
     """
-    if not is_native(read_config(folder)[1]):
+    if not is_native(read_language_config(folder)):
         return build_meta_from_config(folder)
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         return loading.build_meta(checkpoint)[0]
 
 
 def build_meta_from_config(folder: Path) -> LanguageModel:
     """Return the model of a folder's config.json on the meta device; the folder needs no weights."""
-    _, config = read_config(folder)
+    config = read_language_config(folder)
     with torch.device("meta"):
         if is_native(config):
             return LlamaForCausalLM(read_llama_config(config))
@@ -181,7 +180,7 @@ def stored_names(folder: Path) -> dict[str, tuple[str, ...]]:
     joins the experts of a layer: a parameter of experts has the names of all tensors of its layer that no other has.
     """
     shapes, prefix = tensor_shapes(folder)
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         tensors = checkpoint.tensors
         if is_native(checkpoint.config):
             return {name: (stored,) for name, stored in loading.build_meta(checkpoint)[1].items()}
@@ -202,7 +201,7 @@ def stored_names(folder: Path) -> dict[str, tuple[str, ...]]:
 
 def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
     """Return the entries of `stored_names` that are not trained."""
-    pattern = part_pattern(part, read_config(folder)[1])
+    pattern = part_pattern(part, read_language_config(folder))
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
@@ -211,7 +210,7 @@ def float32_names(folder: Path) -> frozenset[str]:
 
     Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
     """
-    if is_native(read_config(folder)[1]):
+    if is_native(read_language_config(folder)):
         return frozenset()
     wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
     return frozenset(file_name for name in wide for file_name in stored[name.removeprefix(THEIRS)])
@@ -222,7 +221,7 @@ def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], str]:
 
     Both are empty for native models, whose names are those of the files.
     """
-    _, config = read_config(folder)
+    config = read_language_config(folder)
     if is_native(config):
         return {}, ""
     with torch.device("meta"):
@@ -241,7 +240,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
     with depth (Radford et al. 2019). Norms are 1, biases 0. Other models are initialised by their class in
     transformers.
     """
-    _, config = read_config(folder)
+    config = read_language_config(folder)
     if not is_native(config):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)

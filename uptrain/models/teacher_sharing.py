@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.checkpoint import open_checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
 from model.decoder.transformers_model import THEIRS
+from model.language_model import open_language_model
 from uptrain.models.frozen_parameters import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import frozen_names, stored_names
@@ -23,11 +23,12 @@ ParameterOwners = dict[str, tuple[nn.Module, str]]
 def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
     """Return the names of the frozen parameters of `model` whose tensors have the same bytes in both folders."""
     ours, theirs = frozen_names(model, part), stored_names(teacher)
-    with open_checkpoint(model) as first, open_checkpoint(teacher) as second:
+    with open_language_model(model) as first, open_language_model(teacher) as second:
         return [
             name
             for name in ours
-            if len(ours[name]) == len(theirs.get(name, ()))
+            if ours[name]
+            and len(ours[name]) == len(theirs.get(name, ()))
             and all(same_bytes(first, a, second, b) for a, b in zip(ours[name], theirs[name], strict=True))
         ]
 

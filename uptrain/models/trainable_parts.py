@@ -10,6 +10,7 @@ from model.checkpoint.tensor import is_buffer
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.families.family import Family
+from model.language_model import wrapper_of
 from uptrain.models.trainable_choices import TRAINABLE
 
 _LATENT = {"attention": ("self_attn", "input_layernorm"), "kv": (f"self_attn.{KV_A}", f"self_attn.{KV_B}")}
@@ -27,6 +28,11 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
         raise InputError(
             f"--trainable {part}: transformers holds the experts of model_type {model_type!r} under other names than "
             "the files do, so other programs could not open the result; use --trainable attention."
+        )
+    if part == "all" and (wrapper := wrapper_of(config)) is not None:
+        raise InputError(
+            f"--trainable all: of model_type {wrapper!r}, only the language model inside is trained, on text; use "
+            "--trainable attention."
         )
     if part == "all":
         return re.compile("")
@@ -52,6 +58,17 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
 
 def _of_layers(layers: str, modules: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(^|\.){re.escape(layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
+
+
+def text_only_warning(config: Mapping[str, Any]) -> str | None:
+    """Return a warning if a config is of the language model inside a wrapper, which is trained without the rest."""
+    wrapper = wrapper_of(config)
+    if wrapper is None:
+        return None
+    return (
+        f"of model_type {wrapper!r}, only the language model inside is trained, on text alone; what it answers to "
+        "images or sound changes too, and is not measured."
+    )
 
 
 def knows_attention(config: Mapping[str, Any]) -> bool:

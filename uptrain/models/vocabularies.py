@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from model.checkpoint import open_checkpoint
 from model.checkpoint.tied import EMBEDDINGS
 from model.common.errors import InputError
+from model.language_model import open_language_model
 
 
 def check_same_vocab_size(vocab_size: int, teacher_vocab_size: int, name: str) -> None:
@@ -18,7 +18,7 @@ def check_same_vocab_size(vocab_size: int, teacher_vocab_size: int, name: str) -
 
 def check_embedding_rows(folder: Path, vocab_size: int) -> None:
     """Raise InputError if the files of a model have an embedding of another size than `config.json` says."""
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         for name in EMBEDDINGS:
             tensor = checkpoint.tensors.get(name)
             if tensor is not None and tensor.shape[0] != vocab_size:

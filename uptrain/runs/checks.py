@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import open_checkpoint
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo_line, size, warn
 from model.common.errors import InputError, prefix_path
@@ -15,6 +14,7 @@ from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, o
 from model.completeness import check_head
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
+from model.language_model import open_language_model, read_language_config, wrapper_of
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
@@ -60,7 +60,7 @@ def check_lm_heads(folders: Iterable[Path]) -> None:
     """Raise InputError for a folder whose model has no language-model head."""
     for folder in folders:
         read_config(folder)  # refuses other formats
-        with open_checkpoint(folder) as checkpoint:
+        with open_language_model(folder) as checkpoint:
             check_head(checkpoint)
 
 
@@ -79,7 +79,7 @@ def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:
     if not names and (needing := [option for option, given in options.items() if given]):
         raise InputError(
             f"{folder}: transformers does not say which modules are the decoder layers of model_type "
-            f"{read_config(folder)[1].get('model_type')!r}, so {' and '.join(needing)} cannot be used; leave "
+            f"{read_language_config(folder).get('model_type')!r}, so {' and '.join(needing)} cannot be used; leave "
             f"{'it' if len(needing) == 1 else 'them'} out{' (scripts/launch/accelerate/ddp.yaml)' if sharded else ''}."
         )
     return names
@@ -185,15 +185,20 @@ def check_exportable(folder: Path, part: str) -> None:
 
     transformers 5 joins experts and renames the head of GPT-NeoX, unless it is tied. With adapters, all names count.
     """
-    pattern = part_pattern(part, read_config(folder)[1])
+    pattern = part_pattern(part, read_language_config(folder))
     shapes, prefix = tensor_shapes(folder)
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         trained = (name for name in shapes if part == "lora" or pattern.search(name))
         _check_names(folder, trained, prefix, checkpoint.tensors)
 
 
 def check_init(folder: Path, seq_len: int) -> None:
     """Raise InputError if a model of the folder's config.json cannot be trained from random weights."""
+    if (wrapper := wrapper_of(read_language_config(folder))) is not None:
+        raise InputError(
+            f"{folder} is of model_type {wrapper!r}, of which only the language model inside can be trained; --init "
+            "needs a language model of its own."
+        )
     model = build_meta_from_config(folder)
     check_packing(model, seq_len)
     if isinstance(model, TransformersModel):

@@ -8,6 +8,7 @@ from pathlib import Path
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.same_bytes import sampled_rows
 from model.common.errors import InputError
+from model.language_model import InsideWrapper, open_language_model
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
 from uptrain.models.load import frozen_names
@@ -90,9 +91,12 @@ def _of_frozen_tensors(settings: Settings) -> str:
     """Return the SHA-256 of all bytes of the tensors that are not trained, and of their names, dtypes and shapes."""
     folder, sha256 = Path(settings.model), hashlib.sha256()
     names = frozen_names(folder, settings.trainable)
-    with open_checkpoint(folder) as checkpoint:
+    with open_language_model(folder) as checkpoint:
         for name in sorted({name for stored in names.values() for name in stored}):
             sha256.update(tensor_sha256(checkpoint, name).encode())
+        if isinstance(checkpoint, InsideWrapper):
+            for name in sorted(checkpoint.others):
+                sha256.update(tensor_sha256(checkpoint.whole, name).encode())
     return sha256.hexdigest()
 
 

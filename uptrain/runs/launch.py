@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from model.checkpoint.hf_folder import read_config
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from model.common.launcher import is_first_process, world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.decoder.config import is_native
+from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import parent_advice, teacher_warning
 from uptrain.budget.identify import shape_warning
@@ -35,6 +35,7 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
+from uptrain.models.trainable_parts import text_only_warning
 from uptrain.runs.checks import (
     check_batch,
     check_init,
@@ -85,12 +86,13 @@ def launch_new(options: RunOptions) -> None:
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
-    config = read_config(folder)[1]
+    config = read_language_config(folder)
     is_plain = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
         few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
         context_warning(config, max(seq_lens)), _packing_warning(config),
-        _evaluation_warning(settings, budget.tokens), parent_advice(folder) if is_plain else None,
+        text_only_warning(config), _evaluation_warning(settings, budget.tokens),
+        parent_advice(folder) if is_plain else None,
         *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.hf_folder import read_config
 from model.common.command_options import AUTO_DEVICE
 from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
 from model.common.launcher import is_first_process, world_size
+from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
 from uptrain.data.default_sizes import default_micro_batch
@@ -42,7 +42,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
     if options.eval_every and options.eval_data is None:
         raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
-    config, names = (read_config(folder)[1], source_names(folder)) if options.model else ({}, ())
+    config, names = (read_language_config(folder), source_names(folder)) if options.model else ({}, ())
     trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
     rank = adapter_rank(options.lora_rank, trainable)
     if problem := rate_problem(options.budget, options.optimizer):

@@ -1,0 +1,36 @@
+"""Present a checkpoint with other tensors, names or config."""
+
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.interface import Checkpoint
+from model.checkpoint.tensor import Array, Span
+
+
+class CheckpointView(Checkpoint):
+    """A view of another checkpoint, which it closes. Subclasses change `tensors`, `rows` and `span`, or the config."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self._inner = inner
+        self.path, self.format = inner.path, inner.format
+        self.tensors, self.shards = dict(inner.tensors), inner.shards
+        # `__getattr__` is not asked for what `Checkpoint` has a default of.
+        self.skipped_files, self.notes = inner.skipped_files, inner.notes
+        self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
+        self.opened = inner.opened
+
+    @property
+    def config_folder(self) -> Path:
+        return self._inner.config_folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        return self._inner.rows(name, start, stop)
+
+    def span(self, name: str) -> Span | None:
+        return self._inner.span(name)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,241 @@
+"""Models with images or sound: the language model inside is trained, and all else stays as its files hold it."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from real_runs import (
+    LAYOUT_CASES,
+    LAYOUTS,
+    VOCAB,
+    arguments,
+    assert_stops_change_nothing,
+    drive,
+    events,
+    make_inputs,
+    records,
+)
+from transformers import AutoConfig, AutoModelForMultimodalLM
+
+from model.common.errors import CheckpointError
+from model.decoder.config import read_llama_config
+from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import load_model
+from model.language_model import language_config
+from uptrain.export.export import config_text
+from uptrain.models.load import load_student
+
+TRAINED = sorted(set(tiny.WRAPPERS) - {"paligemma"})
+KINDS = {"own decoder": "llava", "class of transformers": "gemma3"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Write a merged LLaVA and a merged Gemma 3 in bfloat16, their parents, and data."""
+    folder = tmp_path_factory.mktemp("inputs")
+    made = make_inputs(folder)
+    for family in KINDS.values():
+        for name, n_kv_heads in (("model", 2), ("parent", 8)):
+            model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=n_kv_heads)
+            made[family, name] = tiny.save(model, folder / f"{family}-{name}", "bfloat16")
+    return made
+
+
+def of_family(inputs, family):
+    return {**inputs, "model": inputs[family, "model"], "parent": inputs[family, "parent"]}
+
+
+def is_trained(name):
+    of_text = "language_model." in name or "text_model." in name
+    return of_text and "vision" not in name and ("self_attn." in name or "input_layernorm" in name)
+
+
+def random_ids():
+    return torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def open_whole(folder):
+    model, loading = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def rewrite(folder, change):
+    """Change the tensors of a folder, a dict, and return the folder."""
+    weights = change(tiny.tensors(folder))
+    tiny.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_logits_of_a_text_are_those_of_the_whole_model(tmp_path, family):
+    folder, ids = tiny.save(tiny.build(family), tmp_path / family), random_ids()
+    ours, theirs = load_model(folder, torch.float32), open_whole(folder)
+    assert isinstance(ours, LlamaForCausalLM) == (tiny.inner(family) in ("llama", "mistral", "qwen2"))
+    # transformers' class around Cohere 2 leaves out the scale of Cohere 2's own class.
+    scale = getattr(theirs.config.text_config, "logit_scale", 1.0)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), scale * theirs(input_ids=ids).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["lm_head.", "language_model.lm_head."])
+@pytest.mark.parametrize("body", ["language_model.model.", "model.language_model."])
+def test_both_spellings_of_names_are_read(tmp_path, body, head):
+    folder, ids = tiny.save(tiny.build("llava"), tmp_path / "model"), random_ids()
+    expected = load_model(folder)(ids)
+
+    def spelled(name):
+        return name.replace("language_model.lm_head.", head).replace("language_model.model.", body)
+
+    rewrite(folder, lambda weights: {spelled(name): tensor for name, tensor in weights.items()})
+    assert torch.equal(load_model(folder)(ids), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_what_the_language_models_config_leaves_out_is_its_class_default(family):
+    """LLaVA 1.5 leaves out nearly everything."""
+    config = language_config({"model_type": "llava", "text_config": {"model_type": family}})
+    assert read_llama_config(config) == read_llama_config(AutoConfig.for_model(family).to_dict())
+
+
+@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("part", ["attention", "lora"])
+def test_an_export_is_the_whole_model_with_what_was_trained(inputs, tmp_path, uptrain, family, part):
+    """What is not of the language model keeps its bytes, whatever its dtype is."""
+    folder = tiny.save(tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2), tmp_path / family, "bfloat16")
+    tower = next(name for name in tiny.tensors(folder) if not is_text(name))
+    rewrite(folder, lambda weights: {**weights, tower: weights[tower].float() / 3, "vision.ids": torch.arange(5)})
+    inputs, run, out = {**inputs, "model": folder}, tmp_path / "run", tmp_path / "out"
+    drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
+    uptrain("export", run, out).succeeded()
+    before, after = tiny.tensors(folder), tiny.tensors(out)
+    assert list(before) == list(after)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert {name for name in after if after[name].dtype != before[name].dtype} == set()
+    assert {name for name in after if is_trained(name) and name.endswith("q_proj.weight")} <= changed
+    assert all(is_trained(name) if part == "attention" else is_text(name) for name in changed)
+    rewrite(out, lambda weights: {name: tensor for name, tensor in weights.items() if name != "vision.ids"})
+    open_whole(out)
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def is_text(name):
+    return any(part in name for part in ("language_model.", "text_model.", "lm_head."))
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_an_export_computes_what_was_trained(inputs, tmp_path, uptrain, family):
+    run, ids = tmp_path / "run", random_ids()
+    drive([{"arguments": arguments(of_family(inputs, family), run, "--trainable", "attention", steps=4)}])
+    uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
+    live = load_student(inputs[family, "model"], "attention")
+    trained = load_student(tmp_path / "out", "attention")
+    with torch.no_grad():
+        assert (trained(ids) - live(ids)).abs().max() > 1e-4
+        torch.testing.assert_close(open_whole(tmp_path / "out")(input_ids=ids).logits, trained(ids), rtol=0, atol=1e-6)
+
+
+def test_an_export_names_its_dtype_wherever_the_config_does(tmp_path):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    assert "dtype" not in config["text_config"]
+    assert json.loads(config_text(folder, "bfloat16")) == {**config, "dtype": "bfloat16"}
+    hubs = {**config, "dtype": "float16", "text_config": {**config["text_config"], "torch_dtype": "float16"}}
+    tiny.edit_config(folder, **hubs)
+    exported = json.loads(config_text(folder, "bfloat16"))
+    assert exported == {**hubs, "dtype": "bfloat16", "text_config": {**hubs["text_config"], "torch_dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("layout", LAYOUT_CASES)
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, family, layout):
+    more = ("--trainable", "attention", "--precision", "bf16")
+    assert_stops_change_nothing(of_family(inputs, family), tmp_path, LAYOUTS[layout], *more)
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_the_way_from_a_parent_to_an_export(inputs, tmp_path, convert, uptrain, family):
+    """By defaults: attention is trained, and what is frozen is shared with the teacher."""
+    inputs, model, run = of_family(inputs, family), tmp_path / "merged", tmp_path / "run"
+    merged = convert("mha-to-gqa", "--method", "mean", inputs["parent"], model, "--groups", 2).succeeded()
+    assert f"uptrain run {model}" in merged.out
+    inputs["model"] = model
+    planned = uptrain("plan", model, "--teacher", inputs["parent"], "--data", inputs["data"], *budget()).succeeded()
+    started = uptrain(*arguments(inputs, run, loss="distill", steps=4)).succeeded()
+    for said in (planned.err, started.err):
+        assert f"of model_type '{family}', only the language model inside is trained, on text alone" in flat(said)
+    assert json.loads((run / "run.json").read_text())["settings"]["trainable"] == "attention"
+    (event,) = events(run, "started")
+    frozen = [p for n, p in load_student(model, "attention").named_parameters() if "mlp." in n]
+    assert event["shared_bytes"] >= sum(parameter.nbytes for parameter in frozen)
+    assert records(run)[-1]["step"] == 4
+    uptrain("export", run, tmp_path / "out").succeeded()
+    open_whole(tmp_path / "out")
+    result = uptrain(
+        "evaluate", tmp_path / "out", "--teacher", inputs["parent"], "--data", inputs["held_out"], "--json"
+    ).succeeded()
+    assert json.loads(result.out)["kl"] > 0
+
+
+def budget():
+    return ("--steps", 4, "--lr", 1e-3, "--global-batch-tokens", 256)
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+def test_a_changed_tensor_outside_the_language_model_is_found(inputs, tmp_path, uptrain):
+    """The export would hold it."""
+    folder, run = tiny.save(tiny.build("llava", vocab_size=VOCAB), tmp_path / "model"), tmp_path / "run"
+    inputs = {**inputs, "model": folder}
+    drive([{"arguments": arguments(inputs, run, "--trainable", "kv"), "stop_in": 3}])
+    tower = next(name for name in tiny.tensors(folder) if "vision" in name)
+    rewrite(folder, lambda weights: {**weights, tower: weights[tower] + 1})
+    for command in (["resume", run], ["export", run, tmp_path / "out"]):
+        uptrain(*command).refused(f"{folder} holds other tensors than when the run began")
+
+
+def test_what_is_not_possible_is_refused(inputs, tmp_path, uptrain):
+    model, run = inputs["llava", "model"], tmp_path / "run"
+    given = of_family(inputs, "llava")
+    uptrain(*arguments(given, run, "--trainable", "all")).refused("--trainable all", "'llava'", "--trainable attention")
+    uptrain("plan", model, "--trainable", "all", *budget()).refused("--trainable all", "'llava'")
+    scratch = [each for each in arguments(given, run) if each != str(model)]
+    uptrain(*scratch, "--init", model).refused("--init", "'llava'", "language model of its own")
+
+
+def test_a_model_that_is_not_causal_is_refused(inputs, tmp_path, uptrain, convert):
+    folder = tiny.save(tiny.build("paligemma", vocab_size=VOCAB), tmp_path / "model")
+    refusal = "'paligemma' attends to later tokens of its prompts"
+    uptrain(*arguments({**inputs, "model": folder}, tmp_path / "run")).refused(refusal)
+    uptrain("evaluate", folder, "--data", inputs["held_out"]).refused(refusal)
+    uptrain("plan", folder, *budget()).refused(refusal)
+    merged = convert("mha-to-gqa", "--method", "mean", folder, tmp_path / "out", "--groups", 2).succeeded()
+    assert "so uptrain does not measure or train it" in merged.out
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_a_head_that_contradicts_the_config_is_refused(tmp_path, family):
+    """config.json ties it to the embedding, and the files hold another."""
+    folder = tiny.save(tiny.build(family), tmp_path / "model")
+    tiny.edit_config(folder, tie_word_embeddings=True)
+
+    def with_other_head(weights):
+        embedding = weights["language_model.model.embed_tokens.weight"]
+        return {**weights, "language_model.lm_head.weight": embedding + 1}
+
+    with pytest.raises(CheckpointError, match="ties head and embedding"):
+        load_model(rewrite(folder, with_other_head))
+    tiny.edit_config(folder, tie_word_embeddings=False)
+    load_model(folder)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    for family in KINDS.values():
+        folder = tiny.save(tiny.build(family), tmp_path / family)
+        lost = "model.layers.1.mlp.up_proj.weight"
+        rewrite(folder, lambda weights: {n: t for n, t in weights.items() if not n.endswith(lost)})  # noqa: B023
+        with pytest.raises(CheckpointError, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+            load_model(folder)
