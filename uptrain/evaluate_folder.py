@@ -126,7 +126,7 @@ def _open_data(
 
     path = on_main(accelerator, make)
     cache = TokenCache.open(path)
-    check_tokenizer(cache, path, options.model)
+    check_tokenizer(cache.manifest.tokenizer_sha256, path, options.model)
     return cache
 
 

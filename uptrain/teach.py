@@ -133,7 +133,7 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     model = build_meta(options.model)
     vocab_size = len(model.head_weight)
     try:
-        check_tokenizer(cache, options.data, options.model)
+        check_tokenizer(cache.manifest.tokenizer_sha256, options.data, options.model)
     except InputError as error:  # the run compares the cache with the student's tokenizer
         raise InputError(
             f"{error} If the student's tokenizer gives the same ids, copy its files into {options.model}."

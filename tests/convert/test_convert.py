@@ -361,17 +361,19 @@ def test_the_summary_of_a_conversion(convert, source, tmp_path):
 
 
 def test_the_next_commands_are_possible(convert, tmp_path):
-    """Of Meta's format, make a parent that uptrain reads. It takes no images, and exact outputs need no training."""
+    """Of Meta's format, make a parent that uptrain reads. Exact outputs need no training."""
     torch_files.write_meta(tmp_path / "meta", tiny.build(**torch_files.META_SHAPE))
     text = convert("mha-to-mqa", tmp_path / "meta", tmp_path / "out", "--method", "mean").out
     assert f"\n  convert to-hf {tmp_path}/meta PARENT\n  uptrain evaluate {tmp_path}/out --teacher PARENT " in text
-    llava = tiny.save(tiny.build("llava"), tmp_path / "llava")
-    text = convert("mha-to-mqa", llava, tmp_path / "llava-mqa", "--method", "mean").out
-    assert "It has parts beside the language model, so uptrain does not measure" in " ".join(text.split())
+    paligemma = tiny.save(tiny.build("paligemma"), tmp_path / "paligemma")
+    text = convert("mha-to-mqa", paligemma, tmp_path / "paligemma-mqa", "--method", "mean").out
+    refusal = "It has a language model that cannot be used alone, so uptrain does not measure or train it."
+    assert refusal in " ".join(text.split())
     assert "uptrain evaluate" not in text and "uptrain run" not in text
-    experts = tiny.save(tiny.build("mixtral"), tmp_path / "experts")
-    text = convert("mha-to-mqa", experts, tmp_path / "experts-mqa", "--method", "mean").out
-    assert "uptrain evaluate" in text and "uptrain run" in text
+    for family in ("llava", "mixtral"):
+        source = tiny.save(tiny.build(family), tmp_path / family)
+        text = convert("mha-to-mqa", source, tmp_path / f"{family}-mqa", "--method", "mean").out
+        assert "uptrain evaluate" in text and "uptrain run" in text
     head_dim = torch_files.META_SHAPE["hidden_size"] // torch_files.META_SHAPE["num_attention_heads"]
     exact = ("--latent", head_dim, "--rope", head_dim)
     text = convert("mha-to-mla", tmp_path / "out", tmp_path / "latent", *exact).out

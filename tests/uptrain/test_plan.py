@@ -5,12 +5,15 @@ import json
 import pytest
 import tiny
 import torch
+from caches import write_cache
 from safetensors.torch import load_file, save_file
+from tiny_tokenizers import make_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.common.console import size
 from uptrain.budget import identify, pretraining
 from uptrain.budget.budget import BudgetOptions
+from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 from uptrain.models.trainable_choices import TRAINABLE
@@ -396,6 +399,15 @@ def test_what_run_refuses_is_not_planned(uptrain, tmp_path, monkeypatch, family,
     uptrain(*fixed).refused(words)
     monkeypatch.setattr("uptrain.commands.plan.find_spec", lambda name: None)
     assert "was not checked, because that needs torch" in json.loads(uptrain(*fixed).out)["warnings"][0]
+
+
+def test_a_cache_of_another_tokenizer_is_not_planned(uptrain, tmp_path):
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=302), tmp_path / "model"), 300)
+    data = write_cache(tmp_path / "cache", [[[1, 2, 3] * 40]], 32, 302, tokenizer="0" * 64)
+    fixed = ("plan", model, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256)
+    uptrain(*fixed, "--data", data).refused(f"{data} was made with another tokenizer than that of {model}")
+    own = write_cache(tmp_path / "own", [[[1, 2, 3] * 40]], 32, 302, tokenizer=load_tokenizer(model).sha256)
+    uptrain(*fixed, "--data", own).succeeded()
 
 
 def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):

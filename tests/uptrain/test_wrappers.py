@@ -162,6 +162,7 @@ def test_the_way_from_a_parent_to_an_export(inputs, tmp_path, convert, uptrain, 
     assert f"uptrain run {model}" in merged.out
     inputs["model"] = model
     planned = uptrain("plan", model, "--teacher", inputs["parent"], "--data", inputs["data"], *budget()).succeeded()
+    uptrain("plan", model, "--trainable", "lora", *budget()).succeeded()
     started = uptrain(*arguments(inputs, run, loss="distill", steps=4)).succeeded()
     for said in (planned.err, started.err):
         assert f"of model_type '{family}', only the language model inside is trained, on text alone" in flat(said)

@@ -27,7 +27,7 @@ from uptrain.commands.options import (
     seq_len_option,
     trainable_option,
 )
-from uptrain.models.trainable_choices import TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -82,7 +82,10 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     from uptrain.estimates.plan import make_plan
 
     plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
-    plan["warnings"] += _check_models(model, options["teacher"], plan["seq_len"], plan["trainable"])
+    rank = options["lora_rank"] or DEFAULT_RANK
+    plan["warnings"] += _check_inputs(
+        model, options["teacher"], options["data"], plan["seq_len"], plan["trainable"], rank
+    )
     if as_json:
         print_json(plan)
         return
@@ -99,22 +102,29 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     echo(f"\nNext:\n{_next_command(plan)}")
 
 
-def _check_models(model: Path, teacher: Path | None, seq_len: int, part: str) -> list[str]:
-    """Raise InputError for models that `uptrain run` refuses; return a warning if that cannot be checked.
+def _check_inputs(
+    model: Path, teacher: Path | None, data: Path | None, seq_len: int, part: str, rank: int
+) -> list[str]:
+    """Raise InputError for models and data that `uptrain run` refuses; return a warning if that cannot be checked.
 
     Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
     """
     from model.decoder.config import is_native
     from model.language_model import read_language_config
+    from uptrain.data.token_cache import Manifest
 
-    if all(is_native(read_language_config(folder)) for folder in (model, teacher) if folder):
+    reads_headers = all(is_native(read_language_config(folder)) for folder in (model, teacher) if folder)
+    sha256 = "" if data is None else Manifest.parse(data).tokenizer_sha256
+    if reads_headers and not sha256:
         return []
     if find_spec("torch") is None:
-        return ["whether `uptrain run` can train this model was not checked, because that needs torch."]
-    from uptrain.runs.checks import check_models
+        return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
+    from uptrain.runs.checks import check_models, check_tokenizer
 
-    # make_plan has checked the rank of adapters
-    check_models(model, teacher, [seq_len], "all" if part == "lora" else part)
+    if data is not None:
+        check_tokenizer(sha256, data, model)
+    if not reads_headers:
+        check_models(model, teacher, [seq_len], part, rank)
     return []
 
 

@@ -85,12 +85,14 @@ def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:
     return names
 
 
-def check_tokenizer(cache: TokenCache, path: Path, folder: Path) -> None:
-    """Raise InputError if the cache was made with another tokenizer than the model's."""
-    recorded = cache.manifest.tokenizer_sha256
+def check_tokenizer(recorded: str, cache: Path, folder: Path) -> None:
+    """Raise InputError if a cache was made with another tokenizer than the model's.
+
+    `recorded` is the fingerprint in the cache's manifest, "" if it has none.
+    """
     if recorded and load_tokenizer(folder).sha256 != recorded:
         raise InputError(
-            f"{path} was made with another tokenizer than that of {folder}; prepare it with "
+            f"{cache} was made with another tokenizer than that of {folder}; prepare it with "
             f"--tokenizer {shlex.quote(str(folder))}."
         )
 

@@ -186,7 +186,7 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
     """
     path = ensure_cache(data, folder, seq_len, out, option)
     cache = TokenCache.open(path)
-    check_tokenizer(cache, path, folder)
+    check_tokenizer(cache.manifest.tokenizer_sha256, path, folder)
     if not cache.n_targets(np.arange(cache.n_windows)):
         raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
 
