@@ -107,8 +107,17 @@ class InsideWrapper(CheckpointView):
         super().__init__(whole)
         with prefix_path(whole.config_folder):
             self.config = language_config(whole.config)
-        names = ((_own_name(name, wrapper.prefix), name) for name in whole.tensors)
-        self.names_in_wrapper = {own: name for own, name in names if own}
+        self.names_in_wrapper: dict[str, str] = {}
+        """The names of the language model's tensors → those in the wrapper's files."""
+        for name in whole.tensors:
+            own = _own_name(name, wrapper.prefix)
+            if own in self.names_in_wrapper:
+                raise CheckpointError(
+                    f"{whole.path} holds both {self.names_in_wrapper[own]} and {name}, two names of one tensor; remove "
+                    "one of them."
+                )
+            if own:
+                self.names_in_wrapper[own] = name
         self.tensors = {own: replace(whole.tensors[name], name=own) for own, name in self.names_in_wrapper.items()}
 
     def rows(self, name: str, start: int, stop: int) -> Array:

@@ -233,6 +233,14 @@ def test_a_head_that_contradicts_the_config_is_refused(tmp_path, family):
     load_model(folder)
 
 
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "model")
+    name = "language_model.lm_head.weight"
+    rewrite(folder, lambda weights: {**weights, "lm_head.weight": weights[name] + 1})
+    with pytest.raises(CheckpointError, match=r"holds both .*lm_head\.weight and .*lm_head\.weight"):
+        load_model(folder)
+
+
 def test_a_missing_tensor_is_named(tmp_path):
     for family in KINDS.values():
         folder = tiny.save(tiny.build(family), tmp_path / family)
