@@ -173,6 +173,8 @@ def test_the_way_from_a_parent_to_an_export(inputs, tmp_path, convert, uptrain, 
     assert records(run)[-1]["step"] == 4
     uptrain("export", run, tmp_path / "out").succeeded()
     open_whole(tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "changed the weights of attention in its language model, on text alone." in card
     result = uptrain(
         "evaluate", tmp_path / "out", "--teacher", inputs["parent"], "--data", inputs["held_out"], "--json"
     ).succeeded()

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.hf_folder import read_config
 from model.common.counts import format_count
 from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
 from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
 from uptrain.training.losses import LOSSES
@@ -19,7 +21,8 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
     path = source / MODEL_CARD
     has_card = path.is_file() and not leads_outside(path, source)
     card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else _front_matter(record["settings"]["model"])
-    return card.strip() + b"\n\n" + _section(record, has_card, was_uptrained(source)).encode()
+    is_wrapper = text_config_key(read_config(source)[1]) is not None
+    return card.strip() + b"\n\n" + _section(record, has_card, was_uptrained(source), is_wrapper).encode()
 
 
 def _front_matter(model: str) -> bytes:
@@ -28,7 +31,7 @@ def _front_matter(model: str) -> bytes:
     return f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---".encode()
 
 
-def _section(record: dict[str, Any], has_card: bool, was_trained: bool) -> str:
+def _section(record: dict[str, Any], has_card: bool, was_trained: bool, is_wrapper: bool) -> str:
     settings, budget = record["settings"], record["budget"]
     begun = f"from {markdown_code(settings['model'])}" if settings["model"] else "from scratch"
     done = record["step"] / settings["steps"]
@@ -61,21 +64,21 @@ def _section(record: dict[str, Any], has_card: bool, was_trained: bool) -> str:
 |---|---|
 {table}
 
-{_what_changed(settings, has_card)} Details are in `uptraining.json`.
+{_what_changed(settings, has_card, is_wrapper)} Details are in `uptraining.json`.
 {END}
 """
 
 
-def _what_changed(settings: dict[str, Any], has_card: bool) -> str:
+def _what_changed(settings: dict[str, Any], has_card: bool, is_wrapper: bool) -> str:
     """Return a sentence that holds against what the initial model's card, if it has one, says of its weights."""
     if not settings["model"]:
         return "All weights are trained from random ones."
     changed = {"all": "all weights", "attention": "the weights of attention", "kv": "the weights of keys and values"}
     part = changed.get(
-        settings.get("trainable", "all"), "the linear maps of all layers, by adapters that are merged into them,"
+        settings.get("trainable", "all"), "the linear maps of all layers (by adapters, which were merged)"
     )
     subject = "The text above describes the model before this training, which" if has_card else "This training"
-    return f"{subject} changed {part}."
+    return f"{subject} changed {part}{' in its language model, on text alone' if is_wrapper else ''}."
 
 
 def _losses(evaluations: list[dict[str, Any]], starts_converted: bool) -> list[tuple[str, str]]:
