@@ -200,6 +200,7 @@ def test_the_card_of_an_export_takes_no_file_from_outside(tmp_path, secret):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "README.md").symlink_to(secret)
+    (folder / "config.json").write_text("{}")
     assert SECRET not in model_card(folder, record)
 
 

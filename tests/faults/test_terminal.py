@@ -141,6 +141,7 @@ def test_the_card_of_an_export(tmp_path):
                      "optimizer": "a|b", "precision": "fp32"},
         "budget": {"alpha": None}, "step": 1, "tokens": 10, "data_sha256": "|" * 64, "evaluations": [],
     }  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
     card = model_card(tmp_path, record).decode()
     assert r"from `m'\|<b>`, 1 of 2 steps" in card
     assert r"| Teacher | `t\|'` |" in card

@@ -273,7 +273,8 @@ def test_weights_that_are_not_the_config_s(uptrain, windows, tmp_path):
 
 def test_a_model_that_is_no_language_model(uptrain, windows, tmp_path):
     folder = tiny.save(tiny.build("llava"), tmp_path / "model")
-    uptrain("evaluate", folder, "--data", windows).refused("no causal language model of model_type 'llava'")
+    tiny.edit_config(folder, model_type="clip")
+    uptrain("evaluate", folder, "--data", windows).refused("no causal language model of model_type 'clip'")
 
 
 def test_a_parent_that_transformers_stops_at(uptrain, windows, tmp_path):
