@@ -13,7 +13,7 @@ from typing import Any
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import read_config
-from model.checkpoint.tensor import Array, Span
+from model.checkpoint.tensor import Array, Span, is_buffer
 from model.checkpoint.tied import HEAD
 from model.checkpoint.view import CheckpointView
 from model.common.errors import CheckpointError, prefix_path
@@ -55,6 +55,8 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if tied:  # transformers 4 asked the language model's config, and version 5 asks the wrapper's
         inner["tie_word_embeddings"] = True if True in tied else tied[0]
     inner.pop("architectures", None)
+    if config.get("eos_token_id") is not None:
+        inner["eos_token_id"] = config["eos_token_id"]
     return inner | {key: config[key] for key in _OF_WRAPPER if key in config}
 
 
@@ -150,11 +152,9 @@ class WithLanguageModel(CheckpointView):
             name: replace(changed.tensors[self._changed[name]], name=name) if name in self._changed else tensor
             for name, tensor in self._whole.tensors.items()
         }
-
-    @property
-    def unchanged(self) -> frozenset[str]:
-        """The names of the tensors that are not of `changed`."""
-        return frozenset(self.tensors.keys() - self._changed.keys())
+        buffers = (name for own, name in names.items() if is_buffer(inside.tensors[own]))
+        self.outside = frozenset([*inside.others, *buffers])
+        """The names of the tensors that are no parameters of the language model."""
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         own = self._changed.get(name)

@@ -63,6 +63,7 @@ def _load_inside_wrapper(checkpoint: InsideWrapper, dtype: torch.dtype | None, d
     """Load the language model of a wrapper into its class in transformers, which knows no such files."""
     from accelerate import init_empty_weights
 
+    read_geometry(checkpoint)  # refuses what is quantised or incomplete
     names = [name for name in checkpoint.tensors if not is_rope_buffer(name)]
     dtype = dtype or functools.reduce(torch.promote_types, matrix_dtypes(checkpoint, names))
     folder = checkpoint.config_folder

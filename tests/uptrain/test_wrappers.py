@@ -106,16 +106,21 @@ def test_an_export_is_the_whole_model_with_what_was_trained(inputs, tmp_path, up
     folder = tiny.save(tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2), tmp_path / family, "bfloat16")
     tower = next(name for name in tiny.tensors(folder) if not is_text(name))
     rewrite(folder, lambda weights: {**weights, tower: weights[tower].float() / 3, "vision.ids": torch.arange(5)})
+    rewrite(folder, lambda weights: {**weights, "vision.nan": torch.full((2,), float("nan"))})
     inputs, run, out = {**inputs, "model": folder}, tmp_path / "run", tmp_path / "out"
     drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
     uptrain("export", run, out).succeeded()
     before, after = tiny.tensors(folder), tiny.tensors(out)
     assert list(before) == list(after)
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert after["vision.nan"].isnan().all()
+    changed = {name for name in after if name != "vision.nan" and not torch.equal(after[name], before[name])}
     assert {name for name in after if after[name].dtype != before[name].dtype} == set()
     assert {name for name in after if is_trained(name) and name.endswith("q_proj.weight")} <= changed
     assert all(is_trained(name) if part == "attention" else is_text(name) for name in changed)
-    rewrite(out, lambda weights: {name: tensor for name, tensor in weights.items() if name != "vision.ids"})
+    rewrite(
+        out,
+        lambda weights: {name: tensor for name, tensor in weights.items() if name not in ("vision.ids", "vision.nan")},
+    )
     open_whole(out)
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
@@ -187,6 +192,32 @@ def budget():
 
 def flat(text):
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_a_stored_tied_head_is_exported_in_the_dtype_of_its_embedding(inputs, tmp_path, uptrain, family):
+    """As files have it that were made of a state dict."""
+    model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2)
+    folder, out = tiny.save(model, tmp_path / "model", "float16"), tmp_path / "out"
+    head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    rewrite(folder, lambda weights: {**weights, head: weights[embedding].clone()})
+    tiny.edit_config(folder, tie_word_embeddings=True)
+    drive([{"arguments": arguments({**inputs, "model": folder}, tmp_path / "run", steps=4)}])
+    uptrain("export", tmp_path / "run", out).succeeded()
+    assert {tiny.tensors(out)[name].dtype for name in (head, embedding)} == {torch.bfloat16}
+    uptrain("evaluate", out, "--data", inputs["held_out"]).succeeded()
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_what_cannot_be_read_is_refused(tmp_path, family):
+    folder = tiny.save(tiny.build(family), tmp_path / "model")
+    tiny.edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(CheckpointError, match="quanti"):
+        load_model(folder)
+    tiny.edit_config(folder, quantization_config=...)
+    rewrite(folder, lambda weights: {f"base_model.{name}": tensor for name, tensor in weights.items()})
+    with pytest.raises(CheckpointError, match="0 layers"):
+        load_model(folder)
 
 
 def test_a_changed_tensor_outside_the_language_model_is_found(inputs, tmp_path, uptrain):

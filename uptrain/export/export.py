@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, TensorInfo
+from model.checkpoint import Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, json_text, list_files, read_config
 from model.checkpoint.hub import name_of
@@ -135,11 +135,16 @@ def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     return weights if norm is None else WithLatentNorm(weights, norm)
 
 
+def _outside(source: Checkpoint) -> frozenset[str]:
+    """Return the names of the tensors that keep their bytes, because they are not the language model's."""
+    return source.outside if isinstance(source, WithLanguageModel) else frozenset()
+
+
 def _in_dtype(source: Checkpoint, dtype: str) -> dict[str, TensorInfo]:
     """Return the tensors to write: those of the language model in a dtype, and all others as they are."""
-    unchanged = source.unchanged if isinstance(source, WithLanguageModel) else frozenset()
+    outside = _outside(source)
     return {
-        name: tensor if name in unchanged else replace(tensor, dtype=DTYPES[dtype])
+        name: tensor if name in outside else replace(tensor, dtype=DTYPES[dtype])
         for name, tensor in source.tensors.items()
     }
 
@@ -211,7 +216,7 @@ def make_record(run: Run, run_folder: Path, checkpoint: Path) -> dict[str, Any]:
 
 
 def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advance) -> None:
-    tensors = _in_dtype(source, dtype)
+    tensors, outside = _in_dtype(source, dtype), _outside(source)
     groups = divide(tensors.values(), DEFAULT_SHARD_SIZE)
     shards = name_shards(groups, {})
     for shard, group in zip(shards, groups, strict=True):
@@ -221,7 +226,7 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
                 for start, stop in tensor.row_blocks(_PIECE):
                     rows = source.rows(tensor.name, start, stop)
                     converted = rows.astype(numpy_dtype(tensor.dtype), copy=False)
-                    if tensor.dtype in FLOAT_DTYPES and not np.isfinite(converted).all():
+                    if tensor.name not in outside and not np.isfinite(converted).all():
                         raise InputError(
                             f"{source.path.parent} holds values in {tensor.name} that are NaN or infinite in {dtype}; "
                             "choose an earlier checkpoint with --step."
