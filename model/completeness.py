@@ -117,8 +117,9 @@ def _check_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> Non
         more = next((others for others in kinds if names < others), None)
         if more is not None:
             part = min(more - names)
-            raise CheckpointError(f"{_lacks(checkpoint, prefix + part)} Another layer has it: {kinds[more]}{part}.")
+            other = checkpoint.name_in_files(kinds[more] + part)
+            raise CheckpointError(f"{_lacks(checkpoint, prefix + part)} Another layer has it: {other}.")
 
 
 def _lacks(checkpoint: Checkpoint, name: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.config_folder} lacks the tensor {name}.")
+    return CheckpointError(f"{checkpoint.config_folder} lacks the tensor {checkpoint.name_in_files(name)}.")

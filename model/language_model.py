@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.hf_folder import read_config
+from model.checkpoint.hf_folder import read_config, weights_in
 from model.checkpoint.tensor import Array, Span, is_buffer
 from model.checkpoint.tied import HEAD
 from model.checkpoint.view import CheckpointView
@@ -24,15 +24,17 @@ WRAPPER = "groupwise_wrapper"
 """The key of a language model's config that names its wrapper's `model_type`. It is never written to a file."""
 _OF_WRAPPER = ("architectures", "quantization_config", "dtype", "torch_dtype")
 """Keys that say of the whole model what holds for its language model."""
-_WRAPPED_HEAD = re.compile(rf"(language_model\.)?{re.escape(HEAD)}")
+_WRAPPED_HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
 _BODY = "model."
 """The prefix of the body's tensor names in a language model of its own."""
 
 
-def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[str, Any]:
     """Return the config of the language model that a `config.json` describes: itself, without a wrapper.
 
-    Raises CheckpointError for a wrapper whose language model cannot be used alone.
+    `has_head`: whether the files hold an output head. It decides if the wrapper ties head and embedding but its
+    language model does not, as transformers 5 writes for several classes. Raises CheckpointError for a wrapper whose
+    language model cannot be used alone.
     """
     wrapper = _wrapper(config)
     if wrapper is None:
@@ -51,13 +53,23 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
             "here: the names of its tensors are not known."
         )
     inner = {**family.default_sizes, **match.config, "model_type": family.model_type, WRAPPER: wrapper.model_type}
-    tied = [place["tie_word_embeddings"] for place in (config, match.config) if "tie_word_embeddings" in place]
-    if tied:  # transformers 4 asked the language model's config, and version 5 asks the wrapper's
-        inner["tie_word_embeddings"] = True if True in tied else tied[0]
+    if (tied := _tied(config, match.config, has_head)) is not None:
+        inner["tie_word_embeddings"] = tied
     inner.pop("architectures", None)
     if config.get("eos_token_id") is not None:
         inner["eos_token_id"] = config["eos_token_id"]
     return inner | {key: config[key] for key in _OF_WRAPPER if key in config}
+
+
+def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], has_head: bool) -> Any:
+    """Return `tie_word_embeddings` of a wrapper's language model; None if neither config has it.
+
+    transformers 4 asked the language model's config, and version 5 asks the wrapper's.
+    """
+    given = [place["tie_word_embeddings"] for place in (config, inner) if "tie_word_embeddings" in place]
+    if given == [True, False]:
+        return not has_head
+    return True if True in given else next(iter(given), None)
 
 
 def has_language_model(config: Mapping[str, Any]) -> bool:
@@ -71,8 +83,13 @@ def has_language_model(config: Mapping[str, Any]) -> bool:
 
 def read_language_config(folder: Path) -> dict[str, Any]:
     """Return the config of a folder's language model. The folder needs no weights."""
+    config = read_config(folder)[1]
     with prefix_path(folder):
-        return language_config(read_config(folder)[1])
+        untied, tied = language_config(config, has_head=True), language_config(config)
+    if untied == tied or not weights_in(folder):
+        return tied
+    with open_language_model(folder) as checkpoint:
+        return checkpoint.config
 
 
 def wrapper_of(config: Mapping[str, Any]) -> str | None:
@@ -107,8 +124,10 @@ class InsideWrapper(CheckpointView):
 
     def __init__(self, whole: Checkpoint, wrapper: Wrapper) -> None:
         super().__init__(whole)
+        has_head = any(_own_name(name, wrapper.prefix) == HEAD for name in whole.tensors)
         with prefix_path(whole.config_folder):
-            self.config = language_config(whole.config)
+            self.config = language_config(whole.config, has_head)
+        self.config_prefix = f"{wrapper.text_config}."
         self.names_in_wrapper: dict[str, str] = {}
         """The names of the language model's tensors → those in the wrapper's files."""
         for name in whole.tensors:
@@ -121,6 +140,16 @@ class InsideWrapper(CheckpointView):
             if own:
                 self.names_in_wrapper[own] = name
         self.tensors = {own: replace(whole.tensors[name], name=own) for own, name in self.names_in_wrapper.items()}
+
+    def name_in_files(self, name: str) -> str:
+        if name in self.names_in_wrapper or not self.names_in_wrapper:
+            return self.names_in_wrapper.get(name, name)
+        # A missing tensor would be spelled like the others.
+        own, known = min(self.names_in_wrapper.items(), key=lambda pair: not pair[0].startswith(_BODY))
+        prefix = known.removesuffix(own.removeprefix(_BODY))
+        if name.startswith(_BODY):
+            return prefix + name.removeprefix(_BODY)
+        return f"language_model.{name}" if prefix.startswith("language_model.") else name
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         return super().rows(self.names_in_wrapper[name], start, stop)
@@ -167,7 +196,7 @@ class WithLanguageModel(CheckpointView):
 
 def _own_name(name: str, prefix: str) -> str | None:
     """Return the name that a wrapper's tensor has in its language model; None if it is not part of that."""
-    if _WRAPPED_HEAD.fullmatch(name):
-        return HEAD
+    if head := _WRAPPED_HEAD.fullmatch(name):
+        return head[1]
     match = re.match(prefix, name)
     return None if match is None else _BODY + name[match.end() :]

@@ -24,6 +24,7 @@ from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.frozen_parameters import use_float32_states
 from uptrain.models.load import build_meta, load_evaluated, load_teacher
+from uptrain.models.trainable_parts import text_only_warning
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import (
     check_lm_heads,
@@ -72,9 +73,10 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     for each in filter(None, (options.model, options.teacher)):  # before texts are tokenised
         with prefix_path(each):
             check_packing(build_meta(each), seq_len)
-    warning = context_warning(read_language_config(options.model), seq_len)
-    if warning and is_first_process():
-        console.warn(warning)
+    config = read_language_config(options.model)
+    for warning in filter(None, (context_warning(config, seq_len), text_only_warning(config, trained=False))):
+        if is_first_process():
+            console.warn(warning)
     device = choose_device(options.device)
     if options.teacher is not None:
         check_teachers_tokenizer(options.model, options.teacher)

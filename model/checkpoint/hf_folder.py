@@ -93,6 +93,11 @@ def refuse_file_of_model(path: Path) -> None:
         raise CheckpointError(f"{path} is one file of a checkpoint; give its folder: {path.parent}")
 
 
+def weights_in(folder: Path) -> list[str]:
+    """Return the names of a folder's files that hold weights in some format, readable or not."""
+    return sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+
+
 def refuse_without_weights(folder: Path) -> NoReturn:
     """Raise the CheckpointError for a folder that no reader matches. It states the reason."""
     refuse_adapter(folder)
@@ -100,7 +105,7 @@ def refuse_without_weights(folder: Path) -> NoReturn:
     if elsewhere:
         raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
     read_config(folder)
-    names = sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
+    names = weights_in(folder)
     for name in names:
         if shard := re.fullmatch(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)", name):
             index = f"{shard[1]}{shard[2]}.index.json"

@@ -58,11 +58,17 @@ class Checkpoint(ABC):
     """The versions of the weight files whose headers were read: only these fit the tensors."""
     keep_source_shards: bool = True
     """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
+    config_prefix: str = ""
+    """How the keys of `config` begin in the file, for messages: "text_config." for the language model of a wrapper."""
 
     @property
     def config_folder(self) -> Path:
         """The folder of `config.json` and the other files, if the source is a folder."""
         return self.path
+
+    def name_in_files(self, name: str) -> str:
+        """Return the name that a tensor has in the files, for messages. The tensor may be missing."""
+        return name
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Array:

@@ -17,11 +17,14 @@ class CheckpointView(Checkpoint):
         # `__getattr__` is not asked for what `Checkpoint` has a default of.
         self.skipped_files, self.notes = inner.skipped_files, inner.notes
         self.reader_bytes, self.keep_source_shards = inner.reader_bytes, inner.keep_source_shards
-        self.opened = inner.opened
+        self.opened, self.config_prefix = inner.opened, inner.config_prefix
 
     @property
     def config_folder(self) -> Path:
         return self._inner.config_folder
+
+    def name_in_files(self, name: str) -> str:
+        return self._inner.name_in_files(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

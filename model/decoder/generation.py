@@ -213,7 +213,10 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 )
 @device_option("run the model on")
 def command(folder: Path, **options: Any) -> None:
-    """Generate text with the checkpoint in FOLDER: llama, mistral, qwen2 or latent attention."""
+    """Generate text with the checkpoint in FOLDER: llama, mistral, qwen2 or latent attention.
+
+    Of a model that also reads images or sound, the language model inside is used, if it is of these families.
+    """
     show(folder, **options)
 
 

@@ -39,8 +39,9 @@ def load_model(
     dtype, or widens all to the widest if the matrices differ. Other families are opened by transformers, with the same
     interface. It reads Hugging Face folders only, and `dtype` None is the dtype of config.json. Native models are
     loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Of a model
-    with images or sound, only the language model inside is loaded. Raises CheckpointError for a config that is not
-    implemented, and for a missing, unexpected or misshapen tensor, which it names.
+    with images or sound, only the language model inside is loaded; if it is not native, `dtype` None is the widest of
+    its matrices. Raises CheckpointError for a config that is not implemented, and for a missing, unexpected or
+    misshapen tensor, which it names.
     """
     with open_language_model(Path(folder)) as checkpoint:
         if is_native(checkpoint.config):
@@ -74,7 +75,8 @@ def _load_inside_wrapper(checkpoint: InsideWrapper, dtype: torch.dtype | None, d
         _check_tied(checkpoint, EMBEDDING)
         names.remove(HEAD)
     state = {name: read_tensor(checkpoint, name, dtype, scalar=True) for name in names}
-    load_state(hf_model, state, f"{hf_model.base_model_prefix}." if tied else "", str(folder), dtype)
+    prefix = f"{hf_model.base_model_prefix}." if tied else ""
+    load_state(hf_model, state, prefix, str(folder), dtype, checkpoint.name_in_files)
     hf_model.tie_weights()
     return TransformersModel(hf_model.to(device)).eval()
 
@@ -146,11 +148,11 @@ def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> T
     """
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {name}.")
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {checkpoint.name_in_files(name)}.")
     if tensor.dtype not in FLOAT_DTYPES or not (tensor.shape or scalar):
         raise CheckpointError(
-            f"{checkpoint.path} holds {name} as {tensor.dtype} of shape {tensor.shape}, which the model cannot be run "
-            f"with; start from the original model in {', '.join(FLOAT_DTYPES)}."
+            f"{checkpoint.path} holds {checkpoint.name_in_files(name)} as {tensor.dtype} of shape {tensor.shape}, "
+            f"which the model cannot be run with; start from the original model in {', '.join(FLOAT_DTYPES)}."
         )
     return tensor
 
@@ -211,7 +213,10 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
             stored.remove(HEAD)
         else:
             names[EMBEDDING] = HEAD
-    missing, unexpected = sorted(set(names.values()) - stored), sorted(stored - set(names.values()))
+    missing, unexpected = (
+        sorted(map(checkpoint.name_in_files, some))
+        for some in (set(names.values()) - stored, stored - set(names.values()))
+    )
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
     if unexpected:
@@ -233,8 +238,8 @@ def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
         checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
     ):
         raise CheckpointError(
-            f"{checkpoint.path}: config.json ties head and embedding, but {HEAD} differs from it; if the head was "
-            "trained, set tie_word_embeddings to false."
+            f"{checkpoint.path}: config.json ties head and embedding, but {checkpoint.name_in_files(HEAD)} differs "
+            f"from it; if the head was trained, set {checkpoint.config_prefix}tie_word_embeddings to false."
         )
 
 
@@ -255,7 +260,7 @@ def _read_checked(
 def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], parameter: Tensor) -> None:
     if tuple(shape) != tuple(parameter.shape):
         raise CheckpointError(
-            f"{checkpoint.path}: the tensor {name} has shape {tuple(shape)}, but config.json "
+            f"{checkpoint.path}: the tensor {checkpoint.name_in_files(name)} has shape {tuple(shape)}, but config.json "
             f"means {tuple(parameter.shape)}; they do not match."
         )
 

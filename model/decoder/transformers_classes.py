@@ -6,7 +6,7 @@ Bad configs and weights raise a CheckpointError of one line, in place of transfo
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from importlib.metadata import version
@@ -121,12 +121,17 @@ def _check_loading() -> None:
 
 
 def load_state(
-    model: Any, state: dict[str, Tensor], prefix: str, source: str, dtype: torch.dtype = torch.float32
+    model: Any,
+    state: dict[str, Tensor],
+    prefix: str,
+    source: str,
+    dtype: torch.dtype = torch.float32,
+    name_in_files: Callable[[str], str] = str,
 ) -> None:
     """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
 
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
-    if a tensor is missing, left over or misshapen. A lack of memory passes.
+    if a tensor is missing, left over or misshapen, under its `name_in_files`. A lack of memory passes.
     """
     with refusing(f"transformers cannot load the weights of {source}", running=True):
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -145,8 +150,9 @@ def load_state(
         ("has another shape than config.json means in", loading.mismatched_keys),
         ("lacks the tensor", missing),
     ):
-        if names:
-            raise CheckpointError(f"{source} {problem} {sorted(map(str, names))[0]}.")
+        if names:  # those with another shape come with both shapes
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            raise CheckpointError(f"{source} {problem} {name_in_files(first)}.")
 
 
 def names_in_files(model: nn.Module) -> set[str]:

@@ -1,6 +1,7 @@
 """Models with images or sound: the language model inside is trained, and all else stays as its files hold it."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -23,6 +24,7 @@ from model.decoder.config import read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.language_model import language_config
+from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals, shape_warning
 from uptrain.export.export import config_text
 from uptrain.models.load import load_student
 
@@ -183,6 +185,7 @@ def test_the_way_from_a_parent_to_an_export(inputs, tmp_path, convert, uptrain, 
     result = uptrain(
         "evaluate", tmp_path / "out", "--teacher", inputs["parent"], "--data", inputs["held_out"], "--json"
     ).succeeded()
+    assert f"of model_type '{family}', only the language model inside is measured, on text alone." in flat(result.err)
     assert json.loads(result.out)["kl"] > 0
 
 
@@ -201,7 +204,7 @@ def test_a_stored_tied_head_is_exported_in_the_dtype_of_its_embedding(inputs, tm
     folder, out = tiny.save(model, tmp_path / "model", "float16"), tmp_path / "out"
     head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
     rewrite(folder, lambda weights: {**weights, head: weights[embedding].clone()})
-    tiny.edit_config(folder, tie_word_embeddings=True)
+    tie(folder)
     drive([{"arguments": arguments({**inputs, "model": folder}, tmp_path / "run", steps=4)}])
     uptrain("export", tmp_path / "run", out).succeeded()
     assert {tiny.tensors(out)[name].dtype for name in (head, embedding)} == {torch.bfloat16}
@@ -253,17 +256,92 @@ def test_a_model_that_is_not_causal_is_refused(inputs, tmp_path, uptrain, conver
 @pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
 def test_a_head_that_contradicts_the_config_is_refused(tmp_path, family):
     """config.json ties it to the embedding, and the files hold another."""
-    folder = tiny.save(tiny.build(family), tmp_path / "model")
-    tiny.edit_config(folder, tie_word_embeddings=True)
+    folder = tie(tiny.save(tiny.build(family), tmp_path / "model"))
 
     def with_other_head(weights):
         embedding = weights["language_model.model.embed_tokens.weight"]
         return {**weights, "language_model.lm_head.weight": embedding + 1}
 
-    with pytest.raises(CheckpointError, match="ties head and embedding"):
+    named = r"language_model\.lm_head\.weight differs .* set text_config\.tie_word_embeddings to false"
+    with pytest.raises(CheckpointError, match=named):
         load_model(rewrite(folder, with_other_head))
-    tiny.edit_config(folder, tie_word_embeddings=False)
+    tie(folder, inner=False)
     load_model(folder)
+
+
+@pytest.mark.parametrize("family", [*KINDS.values(), "mistral3", "janus"])
+def test_if_only_the_wrapper_ties_the_head_a_stored_one_is_used(inputs, tmp_path, uptrain, family):
+    """Version 5 of transformers saves such configs of models with a head of their own, and of others without one."""
+    folder, ids = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family), random_ids()
+    tie(folder, inner=False)
+    of_body = next(name for name in tiny.tensors(folder) if name.endswith("embed_tokens.weight"))
+    head = "language_model.lm_head.weight" if of_body.startswith("language_model.") else "lm_head.weight"
+    rewrite(folder, lambda weights: {**weights, head: weights[of_body].flip(0)})
+    untied = load_model(folder)(ids)
+    torch.testing.assert_close(untied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
+    uptrain("evaluate", folder, "--data", inputs["held_out"]).succeeded()
+    run = tmp_path / "run"
+    drive([{"arguments": arguments({**inputs, "model": folder}, run, "--activation-checkpointing", steps=4)}])
+    uptrain("export", run, tmp_path / "out").succeeded()
+    assert torch.equal(tiny.tensors(tmp_path / "out")[head], tiny.tensors(folder)[head])
+    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != head})
+    tied = load_model(folder)(ids)
+    torch.testing.assert_close(tied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
+    assert not torch.equal(tied, untied)
+    uptrain("evaluate", folder, "--data", inputs["held_out"]).succeeded()
+
+
+@pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
+def test_a_bias_of_the_head_is_refused(tmp_path, family):
+    """No language model here has one, so it would be left out."""
+    folder = tiny.save(tiny.build(family, tie_word_embeddings=False), tmp_path / "model")
+    rewrite(folder, lambda weights: {**weights, "lm_head.bias": torch.ones(67)})
+    with pytest.raises(CheckpointError, match=r"tensor.* lm_head\.bias"):
+        load_model(folder)
+
+
+def test_misshapen_tensors_are_named_as_in_the_files(inputs, tmp_path, uptrain):
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    for family in KINDS.values():
+        folder = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family)
+        rewrite(folder, lambda weights: {**weights, name: weights[name][:-1].clone()})
+        with pytest.raises(CheckpointError, match=rf" {re.escape(name)}"):
+            load_model(folder)
+        config = json.loads((folder / "config.json").read_text())
+        tiny.edit_config(folder, text_config={**config["text_config"], "vocab_size": VOCAB + 1})
+        refused = uptrain("plan", folder, "--data", inputs["data"], *budget()).refused()
+        assert f"{VOCAB} rows in language_model.model.embed_tokens.weight" in flat(refused.err)
+        assert f"text_config.vocab_size = {VOCAB + 1}" in flat(refused.err)
+
+
+@pytest.mark.parametrize("place", ["text_config", "top"])
+def test_the_ids_that_end_a_text_may_be_in_either_config(tmp_path, place):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    tiny.edit_config(
+        folder, text_config={**text, "eos_token_id": 5}, **({} if place == "text_config" else {"eos_token_id": 6})
+    )
+    assert load_model(folder).stop_ids == ((5,) if place == "text_config" else (6,))
+
+
+def test_the_original_of_a_language_model_inside_is_found():
+    """Its vocabulary has tokens of images that the original lacks."""
+    vicuna = find_original("llama-2-7b")
+    text = {"model_type": vicuna.shape[0], **dict(zip(SHAPE_KEYS, vicuna.shape[1:], strict=True)), "vocab_size": 32064}
+    inside = language_config({"model_type": "llava", "text_config": text})
+    assert known_originals(inside, ["meta-llama/Llama-2-7b-hf"]) == (vicuna,)
+    assert shape_warning(inside, "llama-2-7b") is None
+    assert "hidden_size" in shape_warning({**inside, "hidden_size": 64}, "llama-2-7b")
+    assert known_originals(text, ["meta-llama/Llama-2-7b-hf"]) == ()
+    assert "vocab_size" in shape_warning(text, "llama-2-7b")
+
+
+def tie(folder, inner=True):
+    """Tie head and embedding in a wrapper's config, and in its language model's if `inner`; return the folder."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    tiny.edit_config(folder, tie_word_embeddings=True, text_config={**text, "tie_word_embeddings": inner})
+    return folder
 
 
 def test_two_names_of_one_tensor_are_refused(tmp_path):
@@ -279,5 +357,7 @@ def test_a_missing_tensor_is_named(tmp_path):
         folder = tiny.save(tiny.build(family), tmp_path / family)
         lost = "model.layers.1.mlp.up_proj.weight"
         rewrite(folder, lambda weights: {n: t for n, t in weights.items() if not n.endswith(lost)})  # noqa: B023
-        with pytest.raises(CheckpointError, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        with pytest.raises(
+            CheckpointError, match=r"lacks the tensor language_model\.model\.layers\.1\.mlp\.up_proj\.weight"
+        ):
             load_model(folder)

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from model.common.errors import InputError
+from model.language_model import wrapper_of
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -26,10 +27,11 @@ def shape_warning(config: Mapping[str, Any], name: str | None) -> str | None:
     """Return a warning if the original that `--original` names has another shape than a model's `config.json`."""
     if name is None:
         return None
+    original = dict(zip(SHAPE_KEYS, find_original(name).shape[1:], strict=True))
     differing = [
         f"{key} {theirs:,}, not {config[key]:,}"
-        for key, theirs in zip(SHAPE_KEYS, find_original(name).shape[1:], strict=True)
-        if isinstance(config.get(key), int) and isinstance(theirs, int) and config[key] != theirs
+        for key in _kept_keys(config)
+        if isinstance(config.get(key), int) and isinstance(theirs := original[key], int) and config[key] != theirs
     ]
     if not differing:
         return None
@@ -47,8 +49,18 @@ def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> t
     model_type = str(config.get("model_type")).removesuffix("_gqa")  # suffix of the classes in `model.remote_code`
     if read_latent_norm(config) is not None:
         model_type = "llama"  # mha-to-mla writes another, and no Mistral is known here
-    shape = (model_type, *(config.get(key) for key in SHAPE_KEYS))
-    of_shape = tuple(original for original in ORIGINALS if original.shape == shape)
+    shape = {key: config.get(key) for key in _kept_keys(config)}
+    of_shape = tuple(
+        original
+        for original in ORIGINALS
+        if original.shape[0] == model_type
+        and dict(zip(SHAPE_KEYS, original.shape[1:], strict=True)).items() >= shape.items()
+    )
     last_parts = [name.lower().rsplit("/", 1)[-1] for name in source_names]
     of_name = tuple(o for o in of_shape if any(re.fullmatch(o.pattern, part) for part in last_parts))
     return of_name or of_shape
+
+
+def _kept_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of SHAPE_KEYS that a model has in common with its original: wrappers add tokens of images."""
+    return tuple(key for key in SHAPE_KEYS if key != "vocab_size" or wrapper_of(config) is None)

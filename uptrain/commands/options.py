@@ -49,7 +49,8 @@ trainable_option = click.option(
     type=click.Choice(TRAINABLE),
     help="Parameters to train. attention: attention and the norm before it. kv: key and value projections. lora: "
     "adapters of all linear layers, which `export` merges. The other parameters stay in MODEL's dtype.  [default: "
-    "attention if Groupwise merged MODEL's heads or converted them to MLA, else all]",
+    "attention if Groupwise merged MODEL's heads or converted them to MLA, or if MODEL also reads images or sound; "
+    "else all]",
 )
 
 

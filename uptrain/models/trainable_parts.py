@@ -60,11 +60,13 @@ def _of_layers(layers: str, modules: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(^|\.){re.escape(layers)}\.\d+\.({'|'.join(map(re.escape, modules))})\.")
 
 
-def text_only_warning(config: Mapping[str, Any]) -> str | None:
-    """Return a warning if a config is of the language model inside a wrapper, which is trained without the rest."""
+def text_only_warning(config: Mapping[str, Any], trained: bool = True) -> str | None:
+    """Return a warning if a config is of the language model inside a wrapper: it is trained, or measured, alone."""
     wrapper = wrapper_of(config)
     if wrapper is None:
         return None
+    if not trained:
+        return f"of model_type {wrapper!r}, only the language model inside is measured, on text alone."
     return (
         f"of model_type {wrapper!r}, only the language model inside is trained, on text alone; what it answers to "
         "images or sound changes too, and is not measured."

@@ -23,6 +23,6 @@ def check_embedding_rows(folder: Path, vocab_size: int) -> None:
             tensor = checkpoint.tensors.get(name)
             if tensor is not None and tensor.shape[0] != vocab_size:
                 raise InputError(
-                    f"{folder} has {tensor.shape[0]} rows in {name}, but its config.json says vocab_size = "
-                    f"{vocab_size}; correct one of the two."
+                    f"{folder} has {tensor.shape[0]} rows in {checkpoint.name_in_files(name)}, but its config.json "
+                    f"says {checkpoint.config_prefix}vocab_size = {vocab_size}; correct one of the two."
                 )
