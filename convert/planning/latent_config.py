@@ -8,7 +8,8 @@ from convert.latent.stock_tensors import rounded_weight
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
 from model.checkpoint.latent_norm import EPSILON, KEY
-from model.checkpoint.llama_config import TORCH_DTYPES, rope_entries
+from model.checkpoint.llama_config import rope_entries
+from model.checkpoint.tensor import TORCH_DTYPES
 from model.common.errors import CheckpointError
 from model.common.read_files import CONFIG_BYTES, read_content
 from model.decoder.config import LlamaConfig

@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from model.checkpoint.tensor import TensorInfo
-
-TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+from model.checkpoint.tensor import TORCH_DTYPES, TensorInfo
 
 
 def llama_config(**settings: Any) -> dict[str, Any]:

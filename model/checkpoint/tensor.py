@@ -40,6 +40,8 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What torch calls them."""
 
 
 def is_rope_buffer(name: str) -> bool:

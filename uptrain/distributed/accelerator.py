@@ -117,16 +117,7 @@ def make_accelerator(
     check_trackers(track)
     check_launcher()
     sharded = wants_sharding()
-    if _is_set("ACCELERATE_USE_DEEPSPEED"):
-        raise InputError(
-            "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
-        )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() != "no":  # accelerate would compile the whole model, which renames its parameters
-        raise InputError(
-            f"the launcher sets ACCELERATE_DYNAMO_BACKEND={backend} (dynamo_backend), which is not supported; set it "
-            "to no, and give `uptrain run` the option --compile in its place."
-        )
+    _refuse_backends()
     _refuse_parallelism(sharded)
     if sharded:
         _refuse_fsdp_settings()
@@ -145,6 +136,17 @@ def make_accelerator(
     )
     if device is not None and accelerator.device.type != device.type:
         raise InputError(f"--device {device} is not possible with ACCELERATE_USE_CPU; unset that variable.")
+    _check_group(accelerator, precision)
+    if sharded and not is_sharded(accelerator):
+        raise InputError(
+            f"sharding (FSDP) was requested, but accelerate dropped it on this device and chose "
+            f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
+        )
+    return accelerator
+
+
+def _check_group(accelerator: Accelerator, precision: str) -> None:
+    """Raise InputError unless the processes that the launcher started form one group, of one precision."""
     # A rank that exits now with an error would break the others while they still join. This is no barrier, because
     # accelerate's names a device by the local rank, which a process that sees only its own does not have.
     precisions = sorted(set(gather(accelerator, precision)))
@@ -157,12 +159,6 @@ def make_accelerator(
     if len(precisions) > 1:
         defaults = " and ".join(precisions)
         raise InputError(f"the processes' devices differ in their default precision ({defaults}); give --precision.")
-    if sharded and not is_sharded(accelerator):
-        raise InputError(
-            f"sharding (FSDP) was requested, but accelerate dropped it on this device and chose "
-            f"{accelerator.distributed_type.value}; use scripts/launch/accelerate/ddp.yaml here."
-        )
-    return accelerator
 
 
 def check_replicas(accelerator: Accelerator) -> None:
@@ -178,6 +174,20 @@ def check_replicas(accelerator: Accelerator) -> None:
                 "processes on it; start them without `srun --gpus-per-task` or CUDA_VISIBLE_DEVICES of their own, or "
                 "shard with scripts/launch/accelerate/fsdp2.yaml."
             )
+
+
+def _refuse_backends() -> None:
+    """Raise InputError for DeepSpeed, and for a launcher that compiles."""
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise InputError(
+            "DeepSpeed is not supported by this version; use scripts/launch/accelerate/fsdp2.yaml or ddp.yaml."
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":  # accelerate would compile the whole model, which renames its parameters
+        raise InputError(
+            f"the launcher sets ACCELERATE_DYNAMO_BACKEND={backend} (dynamo_backend), which is not supported; set it "
+            "to no, and give `uptrain run` the option --compile in its place."
+        )
 
 
 def _refuse_parallelism(sharded: bool) -> None:

@@ -155,7 +155,7 @@ def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
     for folder, vocab_size in zip(folders, sizes, strict=True):
         with open_language_model(folder) as checkpoint:
             check_head(checkpoint)
-        if isinstance(vocab_size, int):  # not of a wrapper
+        if isinstance(vocab_size, int):  # a config may leave out the default of its class
             check_embedding_rows(folder, vocab_size)
     if isinstance(sizes[0], int) and isinstance(sizes[-1], int):
         check_same_vocab_size(sizes[0], sizes[-1], str(teacher))

@@ -8,7 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from model.checkpoint.tensor import is_buffer, layer_number
+from model.checkpoint.tensor import TORCH_DTYPES, is_buffer, layer_number
 from model.common import checks, console
 from model.common.errors import InputError
 from model.decoder import loading
@@ -82,7 +82,7 @@ def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel])
     with open_language_model(folder) as checkpoint:
         name = common_dtype(checkpoint.tensors.values())
         native = is_native(checkpoint.config)
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
     return make(dtype if native else torch.float32), dtype
 
 

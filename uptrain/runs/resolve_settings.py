@@ -32,14 +32,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
 
     `folder` is that of `options.model` or `options.init`.
     """
-    if options.teacher and options.teacher_logits:
-        raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
-    taught = options.teacher or options.teacher_logits
-    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and taught is None:
-        raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
-    if loss == WITHOUT_TEACHER and options.teacher_logits:
-        raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
+    loss = _loss(options)
     if options.eval_every and options.eval_data is None:
         raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
     config, names = (read_language_config(folder), source_names(folder)) if options.model else ({}, ())
@@ -89,6 +82,19 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         track=options.track,
     )
     return settings, budget
+
+
+def _loss(options: RunOptions) -> str:
+    """Return the loss. Raises InputError if it does not agree with the teacher."""
+    if options.teacher and options.teacher_logits:
+        raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
+    taught = options.teacher or options.teacher_logits
+    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and taught is None:
+        raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
+    if loss == WITHOUT_TEACHER and options.teacher_logits:
+        raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
+    return loss
 
 
 def find_data(settings: Settings, run: Path) -> Settings:
