@@ -32,9 +32,8 @@ _BODY = "model."
 def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[str, Any]:
     """Return the config of the language model that a `config.json` describes: itself, without a wrapper.
 
-    `has_head`: whether the files hold an output head. It decides if the wrapper ties head and embedding but its
-    language model does not, as transformers 5 writes for several classes. Raises CheckpointError for a wrapper whose
-    language model cannot be used alone.
+    `has_head`: whether the files hold an output head (`ties_head`). Raises CheckpointError for a wrapper whose language
+    model cannot be used alone.
     """
     wrapper = _wrapper(config)
     if wrapper is None:
@@ -53,7 +52,7 @@ def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[s
             "here: the names of its tensors are not known."
         )
     inner = {**family.default_sizes, **match.config, "model_type": family.model_type, WRAPPER: wrapper.model_type}
-    if (tied := _tied(config, match.config, has_head)) is not None:
+    if (tied := ties_head(config, match.config, has_head)) is not None:
         inner["tie_word_embeddings"] = tied
     inner.pop("architectures", None)
     if config.get("eos_token_id") is not None:
@@ -61,15 +60,17 @@ def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[s
     return inner | {key: config[key] for key in _OF_WRAPPER if key in config}
 
 
-def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], has_head: bool) -> Any:
-    """Return `tie_word_embeddings` of a wrapper's language model; None if neither config has it.
+def ties_head(config: Mapping[str, Any], inner: Mapping[str, Any], has_head: bool) -> Any:
+    """Return `tie_word_embeddings` of the language model `inner` a wrapper; None if neither config has it.
 
-    transformers 4 asked the language model's config, and version 5 asks the wrapper's.
+    transformers 4 asked the language model's config, and version 5 asks the wrapper's. Version 5 writes configs of
+    which one ties head and embedding and the other does not. Then a head that the files hold is used, as version 5
+    does.
     """
     given = [place["tie_word_embeddings"] for place in (config, inner) if "tie_word_embeddings" in place]
-    if given == [True, False]:
+    if True in given and False in given:
         return not has_head
-    return True if True in given else next(iter(given), None)
+    return given[0] if given else None
 
 
 def has_language_model(config: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
 from model.decoder.transformers_classes import build_empty_model, load_state
 from model.families import Family, find_family
 from model.geometry import check_class_settings, read_geometry
+from model.language_model import ties_head
 
 
 class TransformersLayers(ModelLayers):
@@ -107,8 +108,9 @@ class TransformersLayers(ModelLayers):
             return {} if self._model.config.tie_word_embeddings else {name: name for name in others}
         own = [name for name in self._model.state_dict() if not name.startswith(self._model_prefix)]
         stored = {name: other for name in own for other in others if f".{other}".endswith(f".{name}")}
-        # Around a language model, the outer config alone says whether the head is tied.
-        tied = self.checkpoint.config.get("tie_word_embeddings", not stored)
+        tied = ties_head(self.checkpoint.config, self._config, has_head=bool(stored))
+        if tied is None:
+            tied = not stored
         if not tied and len(stored) < len(own):
             raise CheckpointError(f"{self.checkpoint.path} lacks the tensor {own[0]}.")
         return {} if tied else stored
