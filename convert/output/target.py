@@ -27,7 +27,8 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     if any(lies_in(path, folder) for path in inputs for folder in (out, Staging(out).root)):
         raise CheckpointError(f"OUT ({out}) holds files of SOURCE, which replacing it would destroy; choose another.")
     if out.exists() and not overwrite:
-        raise CheckpointError(f"OUT ({out}) exists; choose another name, or add --overwrite to replace it.{_left(out)}")
+        advice = ", or add --overwrite to replace it" if _is_replaceable(out) else ""
+        raise CheckpointError(f"OUT ({out}) exists; choose another name{advice}.{_left(out)}")
     if out.exists() and not _is_replaceable(out):
         other = _other_files(out) if out.is_dir() else []
         named = f"; here: {other[0]}" if other else ""

@@ -1,7 +1,7 @@
 """Add options to click commands, and collect their values in dataclasses. Define the options of several packages."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
@@ -129,6 +129,27 @@ class RenamedOption(click.Option):
         shown = copy(self)
         shown.opts = [name for name in self.opts if name != self.earlier]
         return click.Option.get_help_record(shown, context)
+
+
+class SingleOption(click.Option):
+    """An option that is refused if it is given more than once, for texts: click would drop all but the last."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=self.nargs)
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:  # fmt: skip
+        given = opts.get(self.name or "")
+        if isinstance(given, list):
+            if len(given) > 1:
+                raise click.UsageError(
+                    f"{self.opts[0]} is given {len(given)} times, but takes one text; put the texts into one folder, "
+                    "or prepare a cache of them (uptrain prepare).",
+                    ctx,
+                )
+            opts = {**opts, self.name or "": given[0]}
+        return super().handle_parse_result(ctx, opts, args)
 
 
 class FiniteFloat(click.FloatRange):

@@ -49,6 +49,8 @@ UNKNOWN = ("jais2", "ministral3", "mistral3", "nanochat")
 TAKEN_OTHERWISE = {
     "apertus": "version 5 takes the base 12,000,000 from a config of version 4, whatever it says",
     "aya_vision": "version 4 asks for the tied head, which version 5 does not save",
+    "deepseek_vl": "version 4 asks for the tied head and other names of vision tensors than version 5 saves",
+    "deepseek_vl_hybrid": "version 4 asks for the tied head and other names of vision tensors than version 5 saves",
     "gemma3": "version 4 asks for the tied head, which version 5 does not save",
     "got_ocr2": "version 4 asks for the tied head, which version 5 does not save",
     "gpt_oss": "the versions read YaRN otherwise from a config without it",

@@ -168,3 +168,13 @@ def test_in_bfloat16_a_run_begins_at_its_teacher(inputs, tmp_path, part):
     succeed((*arguments, *given), tmp_path)
     first = next(record for record in real_runs.records(tmp_path / "run") if "evaluation" in record)["evaluation"]
     assert (first["kl"], first["agreement"], first["teacher_loss"]) == (0.0, 1.0, first["loss"])
+
+
+def test_a_second_text_is_refused(tmp_path, uptrain):
+    """The last alone would be read."""
+    model = tiny.save(tiny.build(), tmp_path / "model")
+    uptrain("evaluate", model, "--data", "a", "--data", "b").refused("--data is given 2 times", "one folder")
+    budget = ("--steps", 4, "--lr", 1e-3, "--global-batch-tokens", 256)
+    uptrain("run", model, "--data", "a", *budget, "--eval-data", "a", "--eval-data", "b", "--out", "run").refused(
+        "--eval-data is given 2 times"
+    )

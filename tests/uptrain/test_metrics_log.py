@@ -76,6 +76,10 @@ def losses(*values):
     return [{"step": n, "loss": value} for n, value in enumerate(values, 1)]
 
 
+def taught(*pairs):
+    return [{"step": n, "evaluation": {"loss": loss, "kl": kl}} for n, (loss, kl) in enumerate(pairs)]
+
+
 def held_out(*values):
     return [{"step": n, "evaluation": {"targets": 9, "loss": value}} for n, value in enumerate(values)]
 
@@ -85,6 +89,8 @@ def held_out(*values):
     [
         (held_out(3.0, 4.0, 2.9), None),
         (held_out(3.0, 2.0, 3.1), "held-out loss rose from 3.0000 to 3.1000"),
+        (taught((3.0, 0.5), (3.1, 0.2)), None),
+        (taught((3.0, 0.5), (3.1, 0.6)), "held-out loss rose from 3.0000 to 3.1000"),
         (held_out(3.0, None), "to a number that is not finite"),
         (held_out(None, None), None),
         (held_out(3.0) + losses(*[3.0] * 4, *[9.0] * 4), None),

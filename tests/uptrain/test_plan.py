@@ -53,11 +53,18 @@ def plan(uptrain, *arguments):
     return json.loads(result.out)
 
 
+def beyond_context(length):
+    return (
+        f"windows of {length} tokens are longer than the model's context of 64 (config.json): it has not learned "
+        "positions beyond that."
+    )
+
+
 def test_alpha_of_stated_tokens(uptrain, source):
     planned = plan(uptrain, source, "--alpha", 0.05, "--original-tokens", "1B", *SIZE)
     assert (planned["steps"], planned["tokens"], planned["alpha"]) == (782, 50_048_000, 0.05)
     assert (planned["global_batch_tokens"], planned["seq_len"], planned["sequences_per_step"]) == (64_000, 1000, 64)
-    assert (planned["original"], planned["data"], planned["warnings"]) == (None, None, [])
+    assert (planned["original"], planned["data"], planned["warnings"]) == (None, None, [beyond_context("1,000")])
     n_params = sum(t.numel() for t in tiny.tensors(source).values())
     assert (planned["n_params"], planned["n_kv_heads"]) == (n_params, 8)
     assert planned["tokens_per_parameter"] == pytest.approx(50_048_000 / n_params)
@@ -136,11 +143,13 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
     once = plan(uptrain, source, "--steps", 2, *size)
     assert once["data"] == {"cache": str(cache), "tokens": 100_000, "sequences": 25, "epochs": 0.8}
-    assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [])
+    assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [beyond_context("4,000")])
     assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data {cache}"
     often = plan(uptrain, source, "--steps", 5, *size)
-    assert often["warnings"] == ["the data are read 2.00 times; prepare more tokens to see each only once."]
-    assert uptrain("plan", source, "--steps", 5, *size).err == f"Warning: {often['warnings'][0]}\n"
+    repeated = "the data are read 2.00 times; prepare more tokens to see each only once."
+    assert often["warnings"] == [repeated, beyond_context("4,000")]
+    said = uptrain("plan", source, "--steps", 5, *size).err
+    assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
 
 
 def test_memory_and_time_for_processes_and_teacher(uptrain, source):
@@ -438,3 +447,12 @@ def test_vocabularies_that_differ_are_not_planned(uptrain, tmp_path):
     uptrain(*fixed, "--teacher", teacher).refused(f"the teacher {teacher} has 300 tokens, the student 257")
     tiny.edit_config(model, vocab_size=250)
     uptrain(*fixed).refused("has 257 rows in model.embed_tokens.weight, but its config.json says vocab_size = 250")
+
+
+def test_a_converted_model_without_its_parent_gets_the_advice_of_the_run(convert, uptrain, source, tmp_path):
+    out = tmp_path / "merged"
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).succeeded()
+    budget = ("--steps", 4, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 64)
+    (advice,) = plan(uptrain, out, *budget)["warnings"]
+    assert "distilling from that parent (--teacher FOLDER)" in advice
+    assert plan(uptrain, out, *budget, "--teacher", source)["warnings"] == []

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from model.common import console
-from model.common.command_options import device_option, json_option
+from model.common.command_options import SingleOption, device_option, json_option
 from uptrain.commands.options import ModelFolder, seq_len_option
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
@@ -15,6 +15,7 @@ from uptrain.runs.settings import PRECISIONS
 @click.argument("model", type=ModelFolder())
 @click.option(
     "--data",
+    cls=SingleOption,
     required=True,
     metavar="CACHE|PATH",
     help="Held-out text: a token cache, or texts as for `uptrain prepare`.",

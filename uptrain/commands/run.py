@@ -8,7 +8,14 @@ import click
 from click.core import ParameterSource
 
 from model.common.checks import short_repr
-from model.common.command_options import FiniteFloat, GroupedCommand, PathType, RenamedOption, pop_fields
+from model.common.command_options import (
+    FiniteFloat,
+    GroupedCommand,
+    PathType,
+    RenamedOption,
+    SingleOption,
+    pop_fields,
+)
 from uptrain.budget.budget import BudgetOptions
 from uptrain.checkpoints.files import DEFAULT_KEEP_LAST
 from uptrain.commands.options import (
@@ -183,7 +190,7 @@ def _check_no_nul(text: str) -> str:
     metavar="N",
     help="Checkpoints to keep. The one before the decay, from which `extend` continues, is also kept.",
 )
-@click.option("--eval-data", metavar="CACHE|PATH", help="Held-out text, to evaluate on.")
+@click.option("--eval-data", cls=SingleOption, metavar="CACHE|PATH", help="Held-out text, to evaluate on.")
 @click.option(
     "--eval-every",
     type=click.IntRange(min=1),

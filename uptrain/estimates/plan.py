@@ -22,13 +22,14 @@ from uptrain.budget.budget import (
 from uptrain.budget.conversion_record import (
     default_trainable,
     merge_method,
+    parent_advice,
     source_names,
     teacher_warning,
     was_uptrained,
 )
 from uptrain.budget.identify import find_original, shape_warning
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
-from uptrain.data.default_sizes import default_micro_batch, default_seq_len
+from uptrain.data.default_sizes import context_warning, default_micro_batch, default_seq_len
 from uptrain.data.token_cache import Manifest
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
@@ -105,9 +106,10 @@ def make_plan(
         rate_problem(options, optimizer),
         shape_warning(read_language_config(model), options.original),
         few_steps_warning(options, budget),
+        context_warning(estimator.config, length),
         text_only_warning(estimator.config),
         estimator.warning(trainable),
-        teacher and teacher_warning(model, teacher),
+        teacher_warning(model, teacher) if teacher else parent_advice(model),
     ]
     return {
         "model": str(model),
