@@ -73,7 +73,10 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
         if not any(name in tensors for name in names):
             raise _lacks(checkpoint, names[0])
     if not holds_head_tensor and _needs_head(config, stack):
-        raise _lacks(checkpoint, f"{family.output_head}.weight")
+        raise CheckpointError(
+            f"{_lacks(checkpoint, f'{family.output_head}.weight')} If its head is the embedding, set "
+            "tie_word_embeddings to true in config.json."
+        )
 
 
 def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> None:

@@ -62,6 +62,11 @@ def _convert(
 ) -> None:
     _refuse_to_replace_text(calibration, out)
     with open_checkpoint(source) as checkpoint:
+        if not source.exists() and out.resolve() == source.resolve():
+            raise CheckpointError(
+                f"OUT ({out}) is the name of SOURCE in the Hugging Face cache, which would then be read from OUT; "
+                "choose another name."
+            )
         staging = staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         check_vocabulary(checkpoint)

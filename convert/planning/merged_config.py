@@ -37,8 +37,11 @@ def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
     Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for settings
-    that the class has no key for in version 4, since version 5 reads `rope_scaling` in their place.
+    that the class has no key for in version 4, since version 5 reads `rope_scaling` in their place. Nor beside a
+    `rope_scaling` of the source, with which version 5 takes the class's own base, not that of `rope_parameters`.
     """
+    if config.get("rope_scaling") is not None:
+        return
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return

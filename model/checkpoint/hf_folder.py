@@ -113,6 +113,11 @@ def refuse_without_weights(folder: Path) -> NoReturn:
                 f"{folder} holds {name} but no {index}, which says which tensor is in which file; download it again, "
                 "or save the model again."
             )
+    if names and names[0].startswith("consolidated") and names[0].endswith(".safetensors"):
+        raise CheckpointError(
+            f"{folder} holds {names[0]}, Mistral's own format, which is not read; download the files "
+            "model*.safetensors of the same model."
+        )
     if names and names[-1].endswith(".safetensors"):
         raise CheckpointError(f"{folder} holds no {SINGLE} and no {INDEX}, but {names[-1]}; rename it to {SINGLE}.")
     if names:

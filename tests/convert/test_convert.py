@@ -337,6 +337,22 @@ def test_the_spelling_of_transformers_4_replaces_null(convert, tmp_path):
     assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
 
 
+@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default"}])
+def test_rope_scaling_beside_the_spelling_of_transformers_5(convert, tmp_path, scaling):
+    """Version 5 then takes the class's own base. An added `rope_theta` would be another."""
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    tiny.edit_config(source, rope_scaling=scaling, rope_theta=..., rope_parameters=rope)
+    convert("repeat-kv", convert_to(convert, source, tmp_path / "two"), tmp_path / "out", "--groups", 8).succeeded()
+    theirs = AutoConfig.from_pretrained(source).rope_parameters
+    assert [AutoConfig.from_pretrained(tmp_path / name).rope_parameters for name in ("two", "out")] == [theirs] * 2
+
+
+def convert_to(convert, source, out):
+    convert("mha-to-gqa", "--method", "mean", source, out, "--groups", 2).succeeded()
+    return out
+
+
 def test_the_summary_of_a_conversion(convert, source, tmp_path):
     """It says what was done, and the next commands."""
 

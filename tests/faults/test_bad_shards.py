@@ -164,6 +164,12 @@ def test_index_names_a_t5_s_embedding_thrice(convert, tmp_path):
     convert("inspect", source).refused("model.extra.weight", "does not hold it")
 
 
+def test_weights_in_mistrals_own_format(convert, tmp_path):
+    source = tiny.save(tiny.build("mistral"), tmp_path / "source")
+    (source / "model.safetensors").rename(source / "consolidated.safetensors")
+    convert("inspect", source).refused("consolidated.safetensors, Mistral's own format", "model*.safetensors")
+
+
 def test_weights_under_another_name(convert, tmp_path):
     source = tiny.save(tiny.build(), tmp_path / "source")
     (source / "model.safetensors").rename(source / "pytorch_model.safetensors")

@@ -95,7 +95,7 @@ def test_no_head(refuse, source, tied):
     """Absent and null, `tie_word_embeddings` is false to the class, which would draw a head at random."""
     tiny.edit_config(source, tie_word_embeddings=tied)
     rewrite(source, lambda tensors: tensors.pop("lm_head.weight"))
-    refuse("lacks the tensor lm_head.weight")
+    refuse("lacks the tensor lm_head.weight", "set tie_word_embeddings to true")
 
 
 @pytest.mark.parametrize(

@@ -65,3 +65,15 @@ def test_names_of_models_in_the_hubs_cache(uptrain, runs, tmp_path, monkeypatch)
     uptrain(*real_runs.arguments(runs.inputs, direct, steps=4)).succeeded()
     real_runs.assert_same_run(named, direct)
     uptrain("evaluate", "acme/other", "--data", runs.inputs["data"]).refused("hf download acme/other")
+
+
+def test_out_may_not_be_named_as_a_source_of_the_cache(convert, runs, tmp_path, monkeypatch):
+    """The commands that follow would compare OUT with itself."""
+    folder = tmp_path / "cache/models--acme--tiny"
+    shutil.copytree(runs.inputs["model"], folder / "snapshots" / ("a" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    convert("mha-to-gqa", "acme/tiny", "acme/tiny", "--groups", 1, "--method", "mean").refused("the name of SOURCE")
+    assert not (tmp_path / "acme").exists()

@@ -456,3 +456,12 @@ def test_a_converted_model_without_its_parent_gets_the_advice_of_the_run(convert
     (advice,) = plan(uptrain, out, *budget)["warnings"]
     assert "distilling from that parent (--teacher FOLDER)" in advice
     assert plan(uptrain, out, *budget, "--teacher", source)["warnings"] == []
+
+
+def test_a_family_that_convert_does_not_know(uptrain, tmp_path):
+    """`run` may train it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)).save_pretrained(tmp_path / "model")
+    budget = ("--steps", 4, "--lr", 1e-3, "--global-batch-tokens", 2048, "--trainable", "all")
+    uptrain("plan", tmp_path / "model", *budget).refused("'gpt2' is none of them", "`uptrain run` says")

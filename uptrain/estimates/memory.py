@@ -148,6 +148,12 @@ class MemoryEstimator:
     ) -> "MemoryEstimator":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_language_model(model) as checkpoint:
+            if not knows_attention(checkpoint.config):
+                raise InputError(
+                    f"uptrain plan knows the families that convert merges, and model_type "
+                    f"{checkpoint.config.get('model_type')!r} is none of them. `uptrain run` says whether it can be "
+                    "trained."
+                )
             config, sizes = checkpoint.config, read_sizes(checkpoint)
             tensors = without_buffers(without_latent_norm(checkpoint).tensors.values())
         if "intermediate_size" not in config and not is_native(config):
