@@ -6,7 +6,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from model.common.errors import InputError
-from model.language_model import wrapper_of
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 
 SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -63,4 +62,6 @@ def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> t
 
 def _kept_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of SHAPE_KEYS that a model has in common with its original: wrappers add tokens of images."""
+    from model.language_model import wrapper_of  # imported here, because it needs numpy
+
     return tuple(key for key in SHAPE_KEYS if key != "vocab_size" or wrapper_of(config) is None)
