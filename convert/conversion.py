@@ -1,7 +1,7 @@
 """Run a conversion: check the disk space, calibrate, write, publish."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,7 @@ from convert.output.side_files import copied_files
 from convert.output.write_shards import total_bytes, write_shards
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.make_plan import make_plan
-from convert.planning.plan import Plan, fingerprint
+from convert.planning.plan import Plan, inputs_of
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import (
     INDEX,
@@ -51,7 +51,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     """
     check_disk_space(plan, checkpoint, staging)
     _check_side_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
-    with _resumable(staging, fingerprint(checkpoint, plan)), prefix_path(checkpoint.config_folder):
+    with _resumable(staging, inputs_of(checkpoint, plan)), prefix_path(checkpoint.config_folder):
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_positions(checkpoint, plan, staging, quiet)
@@ -71,12 +71,12 @@ def _check_unchanged(checkpoint: Checkpoint) -> None:
 
 
 @contextmanager
-def _resumable(staging: Staging, fingerprint_sha256: str) -> Iterator[None]:
+def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]:
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
     advice = f"finished work is kept in {staging.root}, and the same command continues from there"
     with staging:
+        staging.open(inputs)
         try:
-            staging.open(fingerprint_sha256)
             yield
         except (OSError, RunError) as error:
             kind = OSError if isinstance(error, OSError) else RunError

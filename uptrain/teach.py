@@ -54,8 +54,6 @@ from uptrain.training.losses.kl import hidden_states, whole_logits
 
 WHOLE_LOGITS = 1 << 28
 """Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
-AFTER_REFUSAL = "the same command continues from there; any other command starts from the beginning"
-"""What is said of finished shards after a refusal."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,14 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         for number, start in enumerate(range(0, wanted.n_windows, n_each))
     ]
     own = [(number, windows) for number, windows in parts if own_shard.has(number)]
-    fingerprint = hashlib.sha256(wanted.text()).hexdigest()
-    kept = open_staging(staging_out(options.out, options.machine_shard), fingerprint, continues=AFTER_REFUSAL)
+    inputs = _inputs(wanted)
+    kept = open_staging(
+        staging_out(options.out, options.machine_shard), inputs, continues="the same command continues from there"
+    )
     with kept as staging, ExitStack() as joined:
         others: list[Staging] = []
         if options.machine_shard is None:
-            differs = "another model, cache or --top-k"
-            others = joined.enter_context(open_machine_shards(staging, fingerprint, differs))
+            others = joined.enter_context(open_machine_shards(staging, inputs))
         precision = _precision([staging, *others])
         for other in others:
             _move(other, staging)
@@ -153,6 +152,16 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
         teacher_sha256=model_sha256(options.model),
         shards=(),
     )
+
+
+def _inputs(wanted: LogitsManifest) -> dict[str, object]:
+    """Return everything that the shards depend on, each under its name for users."""
+    return {
+        "version of Groupwise": wanted.format,
+        "model": [wanted.teacher_sha256, wanted.vocab_size],
+        "token cache": wanted.cache_sha256,
+        "--top-k": wanted.top_k,
+    }
 
 
 def _already_complete(out: Path, wanted: LogitsManifest, cache: TokenCache) -> LogitsManifest:

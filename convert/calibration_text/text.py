@@ -65,7 +65,9 @@ class CalibrationText:
     def facts(self) -> dict[str, object]:
         """Everything that determines the output before the model has written its windows."""
         return {
-            **self.record,
+            "windows": self.n_windows,
+            "window": self.window_tokens,
+            "sha256_of_ids": sha256_of_ids(self.ids_NT),
             "sha256_of_read": sha256_of_ids(self.read_NT),
             "generation_inputs": self.generation_inputs,
         }

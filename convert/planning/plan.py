@@ -1,4 +1,4 @@
-"""Define what all plans of a conversion have, and their fingerprint; `merge_plan` and `latent_plan` make them."""
+"""Define what all plans of a conversion have, and what they depend on; `merge_plan` and `latent_plan` make them."""
 
 import hashlib
 import json
@@ -214,20 +214,24 @@ def plan_shards(
     return name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)
 
 
-def fingerprint(checkpoint: Checkpoint, plan: Plan) -> str:
-    """Return a digest of everything the output depends on, cheap enough to compute for every conversion.
+def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:
+    """Return everything the output depends on, each under its name for users; cheap enough for every conversion.
 
-    It includes names, dtypes and shapes of tensors, and the names and versions of source files as they were opened.
+    Of the source's files it has names and versions as they were opened, and names, dtypes and shapes of tensors.
     """
-    facts = {
-        "version": version("groupwise"),
-        "groups": plan.n_kv_heads,
-        "recipe": plan.recipe.record,
-        "calibration": plan.recipe.text and plan.recipe.text.facts,
-        "shards": [[shard.name, shard.tensors, dict(shard.metadata)] for shard in plan.shards],
-        "tensors": [[t.name, t.dtype, t.shape] for t in plan.tensors.values()],
-        "code": plan.code and plan.code.settings,
-        "config": checkpoint.config_text.decode(errors="replace"),
-        "files": [[path.name, *checkpoint.version(path)] for path in checkpoint.weight_files],
+    recipe = dict(plan.recipe.record)
+    recipe.pop("calibration", None)  # it has the name of the text, which may be written in several ways
+    return {
+        "version of Groupwise": version("groupwise"),
+        "SOURCE": [
+            checkpoint.config_text.decode(errors="replace"),
+            [[path.name, *checkpoint.version(path)] for path in checkpoint.weight_files],
+            [[shard.name, shard.tensors, dict(shard.metadata)] for shard in checkpoint.shards],
+            [[tensor.name, tensor.dtype, tensor.shape] for tensor in checkpoint.tensors.values()],
+            plan.code and plan.code.settings,
+        ],
+        "number of K/V heads": plan.n_kv_heads,
+        "--calibration": plan.recipe.text and plan.recipe.text.facts,
+        "--max-shard-size": plan.max_shard_size,
+        **{"latent attention" if name == "latent" else f"--{name}": value for name, value in recipe.items()},
     }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

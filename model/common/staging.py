@@ -2,22 +2,23 @@
 
     .OUT.groupwise/             removed once OUT is complete
         lock                    see `model.common.file_lock.FileLock`
-        journal.jsonl           first line: the fingerprint of inputs and parameters; then a line per finished piece
+        journal.jsonl           first line: digests of the command's inputs; then a line per finished piece
         folder/                 becomes OUT
         scratch/                intermediate results
         replaced/               the folder that --overwrite replaces, until the new one is in its place
 
-A killed run leaves the staging area behind. The same command resumes from its journal; any other command starts afresh.
-Both first restore a folder that the killed run moved away and did not replace.
+A killed run leaves the staging area behind. The same command resumes from its journal; a command with other inputs is
+refused while the area holds finished work, and starts afresh otherwise. Both first restore a folder that the killed run moved away and did not replace.
 """
 
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -147,23 +148,29 @@ class Staging:
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
                 path.unlink(missing_ok=True)
 
-    def open(self, fingerprint: str) -> None:
-        """Resume the run with this fingerprint if there is one, else start with an empty folder."""
+    def open(self, inputs: Mapping[str, object]) -> None:
+        """Resume the run with these inputs if there is one, else start with an empty folder.
+
+        `inputs`: all that the finished pieces depend on, as values for JSON, each under its name for users. Raises
+        CheckpointError if the area holds finished work of a run with other inputs.
+        """
+        digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
         begun_with, finished, size = _read_journal(self._journal)
-        if begun_with == fingerprint and self.folder.is_dir():
+        if begun_with == digests and self.folder.is_dir():
             self.finished = finished
             os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
+        if begun_with is not None and (finished or any(path.is_file() for path in self.scratch.rglob("*"))):
+            other = [f"another {name}" for name in digests if begun_with.get(name) != digests[name]]
+            raise CheckpointError(
+                f"{self.root} holds the finished work of a command with {', '.join(other) or 'more options'}; give the "
+                "same to continue it, or remove that folder to begin anew."
+            )
         for left in (self.folder, self.scratch):
             if left.exists():
                 shutil.rmtree(left)  # an error passes: what stays would be taken for this run's
         self.folder.mkdir()
-        replace_file(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
-
-    @property
-    def begun_with(self) -> str | None:
-        """The fingerprint of the killed run in this staging area; None if there is none."""
-        return _read_journal(self._journal)[0]
+        replace_file(self._journal, (json.dumps({"inputs": digests}) + "\n").encode())
 
     def record(self, name: str, record: Any) -> None:
         """Append a finished piece to the journal. (If a power failure loses the line, the piece is rebuilt.)"""
@@ -242,7 +249,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     After a kill, the work begins again. Raises CheckpointError as `Staging` does.
     """
     with Staging(out) as staging:
-        staging.open(uuid4().hex)
+        staging.open({"run": uuid4().hex})
         try:
             yield staging.folder
             staging.publish()
@@ -260,19 +267,19 @@ def _remove(folder: Path) -> None:
         console.warn(f"{folder} could not be removed ({error}); it is no longer needed.")
 
 
-def _read_journal(path: Path) -> tuple[str | None, dict[str, Any], int]:
-    """Return the fingerprint, the records by name, and the number of bytes before the first broken line."""
-    fingerprint, finished, size = None, {}, 0
+def _read_journal(path: Path) -> tuple[dict[str, str] | None, dict[str, Any], int]:
+    """Return the digests of the inputs, the records by name, and the number of bytes before the first broken line."""
+    begun_with, finished, size = None, {}, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
             if not line.endswith(b"\n"):
                 break
             entry = json.loads(line)
-            if fingerprint is None:
-                fingerprint = str(entry["fingerprint"])
+            if begun_with is None:
+                begun_with = dict(entry["inputs"])
             else:
                 finished[str(entry["name"])] = entry["record"]
         except (ValueError, LookupError, TypeError):
             break
         size += len(line)
-    return fingerprint, finished, size
+    return begun_with, finished, size

@@ -1,8 +1,10 @@
 """Conversions that are calibrated on a text: what is recorded, verified, and refused."""
 
+import errno
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -18,7 +20,9 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer, processors
 
+from convert import conversion
 from convert.calibration_text.read import read_calibration_text
+from convert.output.write_shards import write_shards
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -69,6 +73,31 @@ def test_out_keeps_its_tokens(convert, parent, tmp_path, prose):
     expected = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert (ids[:, 0] == tokenizer.bos_token_id).all()
     assert ids[:, 1:].flatten().tolist() == expected[: 16 * 63]
+
+
+def test_a_finished_calibration_is_not_lost_to_another_command(convert, parent, tmp_path, prose, monkeypatch):
+    """Another spelling of the text's path continues it. Another option is refused."""
+    arguments = ("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--calibration")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_shards", interrupt)
+        assert convert(*arguments, prose).code == 1
+    layers = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.groupwise/scratch").iterdir()}
+    assert layers
+    convert(*arguments, prose, "--seed", 5).refused("holds the finished work of a command with another --seed; give")
+    convert(*arguments, "shipped").refused("with another --calibration;")
+    convert(*arguments, prose, "--max-shard-size", "9MB").refused("with another --max-shard-size;")
+    monkeypatch.setattr(conversion, "write_shards", lambda *given: compare(layers) or write_shards(*given))
+    monkeypatch.chdir(prose.parent)
+    convert(*arguments, f"./{prose.name}").succeeded()
+    convert("verify", parent, tmp_path / "out").succeeded()
+
+
+def interrupt(*given):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def compare(layers):
+    assert {path: path.stat().st_mtime_ns for path in layers} == layers
 
 
 def test_tokens_are_not_copied_into_the_next_conversion(convert, parent, tmp_path, prose):

@@ -71,8 +71,10 @@ def test_rerun_where_heads_share_a_tensor_or_have_one_each(convert, tmp_path, fa
     assert tiny.snapshot(tmp_path / "out") == tiny.snapshot(tmp_path / "expected")
 
 
-@pytest.mark.parametrize("change", ["parameters", "source", "config"])
-def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expected, change, kill_at):
+@pytest.mark.parametrize(
+    ("change", "named"), [("parameters", "--method"), ("source", "SOURCE"), ("config", "SOURCE")]
+)  # fmt: skip
+def test_other_parameters_or_inputs_do_not_continue(convert, source, tmp_path, expected, change, named, kill_at):
     out = tmp_path / "out"
     kill_at(10, "mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
     (finished,) = (tmp_path / ".out.groupwise/folder").glob("*.safetensors")
@@ -87,7 +89,11 @@ def test_other_parameters_or_inputs_start_afresh(convert, source, tmp_path, expe
         os.utime(shard, ns=(1, 1))
     else:
         tiny.edit_config(source, rms_norm_eps=0.5)
-    convert("mha-to-gqa", source, out, "--groups", 2, "--method", method).succeeded()
+    arguments = ("mha-to-gqa", source, out, "--groups", 2, "--method", method)
+    convert(*arguments).refused(f"{tmp_path}/.out.groupwise holds the finished work of a command with another {named};")
+    assert finished.read_bytes() == data
+    shutil.rmtree(tmp_path / ".out.groupwise")
+    convert(*arguments).succeeded()
     convert("verify", source, out).succeeded()
     assert json.loads((out / "groupwise.json").read_text())["method"] == method
 

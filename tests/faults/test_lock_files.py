@@ -57,9 +57,9 @@ def local_flock(monkeypatch):
 
 def test_a_second_machine_is_noticed_before_anything_is_published(tmp_path, local_flock):
     with Staging(tmp_path / "out") as first:
-        first.open("fingerprint")
+        first.open({"input": 1})
         with Staging(tmp_path / "out") as second:
-            second.open("fingerprint")
+            second.open({"input": 1})
             for work in (first.publish, lambda: first.record_file("shard", {})):
                 with pytest.raises(RunError, match=r"lock names process \d+ on .*: another process writes here too"):
                     work()

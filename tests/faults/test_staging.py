@@ -37,7 +37,12 @@ def test_any_later_command_puts_back_what_was_taken_away(convert, source, tmp_pa
     out = tmp_path / "out"
     convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups).refused("exists")
     assert tiny.snapshot(out) == killed_between
-    convert("mha-to-gqa", source, out, "--method", "mean", "--groups", groups, "--overwrite").succeeded()
+    arguments = ("mha-to-gqa", source, out, "--method", "mean", "--groups", groups, "--overwrite")
+    if groups == 4:
+        convert(*arguments).refused("holds the finished work of a command with another number of K/V heads")
+        assert tiny.snapshot(out) == killed_between
+        shutil.rmtree(tmp_path / ".out.groupwise")
+    convert(*arguments).succeeded()
     assert left_behind(tmp_path) == []
 
 
@@ -69,7 +74,7 @@ def test_killed_after_the_new_one_is_in_place(convert, source, tmp_path):
 
 def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatch):
     with Staging(tmp_path / "out") as staging:
-        staging.open("fingerprint")
+        staging.open({"input": 1})
         for i in range(5):
             staging.record(f"unit {i}", i)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
@@ -83,20 +88,42 @@ def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatc
         monkeypatch.setattr(Path, name, full)
     for _ in range(2):
         with Staging(tmp_path / "out") as staging:
-            staging.open("fingerprint")
+            staging.open({"input": 1})
             assert staging.finished == {f"unit {i}": i for i in range(5)}
     assert journal.read_bytes().endswith(b'{"name": "unit 4", "record": 4}\n')
+
+
+def test_finished_work_of_other_inputs_is_kept(tmp_path):
+    """It may be hours of calibration. What a run has not finished goes without a word."""
+    root = tmp_path / ".out.groupwise"
+    with Staging(tmp_path / "out") as staging:
+        staging.open({"--seed": 1, "SOURCE": "a"})
+        staging.scratch.mkdir()
+    with Staging(tmp_path / "out") as staging:
+        staging.open({"--seed": 2, "SOURCE": "a"})
+        staging.record("piece", 1)
+    for inputs, names in (
+        ({"--seed": 1, "SOURCE": "a"}, "another --seed;"),
+        ({"--seed": 1, "SOURCE": "b"}, "another --seed, another SOURCE;"),
+        ({"--seed": 2}, "more options;"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{root} holds the finished work of a command with {names} give the"):
+            with Staging(tmp_path / "out") as staging:
+                staging.open(inputs)
+    with Staging(tmp_path / "out") as staging:
+        staging.open({"--seed": 2, "SOURCE": "a"})
+        assert staging.finished == {"piece": 1}
 
 
 @pytest.mark.parametrize("line", ["5", "[]", '{"name": 1}', '{"record": 1}', "null", '"x"', "{"])
 def test_a_journal_is_read_up_to_its_first_broken_line(tmp_path, line):
     with Staging(tmp_path / "out") as staging:
-        staging.open("fingerprint")
+        staging.open({"input": 1})
         staging.record("a", 1)
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     journal.write_text(journal.read_text() + line + '\n{"name": "b", "record": 2}\n')
     with Staging(tmp_path / "out") as staging:
-        staging.open("fingerprint")
+        staging.open({"input": 1})
         assert staging.finished == {"a": 1}
         staging.discard()
 
@@ -126,26 +153,26 @@ def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path
     """As sshfs, s3fs and the like may answer for one file."""
     from convert.merging.recipe import Recipe
     from convert.planning.merge_plan import make_merge_plan
-    from convert.planning.plan import fingerprint
+    from convert.planning.plan import inputs_of
     from model.checkpoint import open_checkpoint
 
-    fingerprints = set()
+    inputs = []
     for _ in range(2):
         with open_checkpoint(source) as checkpoint:
-            fingerprints.add(fingerprint(checkpoint, make_merge_plan(checkpoint, 2, Recipe("mean"), None)))
+            inputs.append(inputs_of(checkpoint, make_merge_plan(checkpoint, 2, Recipe("mean"), None)))
         for path in source.glob("*.safetensors"):
             before = path.stat().st_ino
             copy = shutil.copy2(path, tmp_path / "copy")
             Path(copy).replace(path)
             assert path.stat().st_ino != before
-    assert len(fingerprints) == 1
+    assert inputs[0] == inputs[1]
 
 
 def test_leftovers_that_cannot_be_removed_are_not_taken_for_new_work(convert, source, tmp_path, monkeypatch):
     """The layers of one method would be published under the name of another."""
     scratch = tmp_path / ".out.groupwise/scratch"
     with Staging(tmp_path / "out") as staging:
-        staging.open("another conversion")
+        staging.open({"input": 2})
         staging.scratch.mkdir()
     assert scratch.exists()
 

@@ -211,7 +211,7 @@ def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
     left = tmp_path / ".out.groupwise/folder"
     left.mkdir(parents=True)
     (left / "model-00001-of-00006.safetensors").write_bytes(b"of a killed export")
-    (left.parent / "journal.jsonl").write_text('{"fingerprint": ""}\n')
+    (left.parent / "journal.jsonl").write_text('{"inputs": {}}\n')
     uptrain("export", run, tmp_path / "out").succeeded()
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     assert not left.exists()

@@ -1,7 +1,7 @@
 """Record finished work units in a staging folder, and join those of other machines."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -24,7 +24,7 @@ START_BYTES = 8
 @contextmanager
 def open_staging(
     out: Path,
-    fingerprint: str,
+    inputs: Mapping[str, object],
     temporary: bool = False,
     continues: str = "the corrected command continues from there",
 ) -> Iterator[Staging]:
@@ -34,8 +34,8 @@ def open_staging(
     InputError what continues with the finished work.
     """
     with Staging(out.resolve()) as staging:
+        staging.open(inputs)
         try:
-            staging.open(fingerprint)
             yield staging
         except InputError as error:
             if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
@@ -97,12 +97,14 @@ def _has_recorded_content(folder: Path, numbered: tuple[int, UnitRecord]) -> boo
 
 
 @contextmanager
-def join_machine_shards(staging: Staging, units: list[Unit], dtype: str, fingerprint: str) -> Iterator[None]:
+def join_machine_shards(
+    staging: Staging, units: list[Unit], dtype: str, inputs: Mapping[str, object]
+) -> Iterator[None]:  # fmt: skip
     """Move the finished units of all machine shards into `staging`, as `open_machine_shards` opens them.
 
     Raises InputError if a machine has read other files than those of this command: its work would be lost.
     """
-    with open_machine_shards(staging, fingerprint, "another tokenizer or --text-column") as others:
+    with open_machine_shards(staging, inputs) as others:
         for other in others:
             _check_same_files(other, units)
         for other in others:
@@ -125,25 +127,23 @@ def _check_same_files(other: Staging, units: list[Unit]) -> None:
 
 
 @contextmanager
-def open_machine_shards(staging: Staging, fingerprint: str, differs: str) -> Iterator[list[Staging]]:
+def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Iterator[list[Staging]]:
     """Open the staging folders of all machine shards; remove them if the context succeeds.
 
-    Raises InputError if a machine is still working on its shard, or used other options, which `differs` names.
+    Raises InputError if a machine is still working on its shard, or has finished work of other inputs.
     """
     pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
     roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
     with ExitStack() as stack:
-        others = [stack.enter_context(_open_machine_shard(root, fingerprint, differs)) for root in roots]
+        others = [stack.enter_context(_open_machine_shard(root, inputs)) for root in roots]
         yield others
         for other in others:
             other.discard()
 
 
 @contextmanager
-def _open_machine_shard(root: Path, fingerprint: str, differs: str) -> Iterator[Staging]:
+def _open_machine_shard(root: Path, inputs: Mapping[str, object]) -> Iterator[Staging]:
     """Open the staging folder of a machine shard."""
     with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
-        if staging.begun_with not in (None, fingerprint):
-            raise InputError(f"{root} was made with {differs}; remove it, or use the same.")
-        staging.open(fingerprint)
+        staging.open(inputs)
         yield staging

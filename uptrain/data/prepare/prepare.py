@@ -58,8 +58,8 @@ class _Plan:
     sources: list[Source]
     units: list[Unit]
     source_quotas: list[SourceQuota]
-    fingerprint: str
-    """Hash of everything that determines the content of a unit, besides its source."""
+    unit_inputs: dict[str, object]
+    """Everything that determines the content of a unit, besides its source, each under its name for users."""
     inputs: str
     """Hash of everything that determines the cache."""
 
@@ -90,12 +90,12 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
     staging_out = journal.staging_out(options.out, options.machine_shard)
-    with journal.open_staging(staging_out, plan.fingerprint, options.temporary) as staging:
+    with journal.open_staging(staging_out, plan.unit_inputs, options.temporary) as staging:
         job = Job(staging.folder, vocab_size, cache_format.dtype, options.text_column, options.skip_bad)
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:
                 joined.enter_context(
-                    journal.join_machine_shards(staging, plan.units, cache_format.dtype, plan.fingerprint)
+                    journal.join_machine_shards(staging, plan.units, cache_format.dtype, plan.unit_inputs)
                 )
             records = journal.load_records(staging, plan.units, cache_format.dtype, verify=True)
             build = CacheBuild(
@@ -136,11 +136,15 @@ def _summary_of_machine_shard(machine_shard: MachineShard, units: list[Unit], re
 
 def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokenizer | None) -> _Plan:
     units = make_units(sources)
-    fingerprint = _hash([UNITS_FORMAT, tokenizer.sha256 if tokenizer else options.vocab_size, options.text_column])
+    unit_inputs: dict[str, object] = {
+        "version of Groupwise": UNITS_FORMAT,
+        **({"--tokenizer": tokenizer.sha256} if tokenizer else {"--vocab-size": options.vocab_size}),
+        "--text-column": options.text_column,
+    }
     weights = [str(source.weight) for source in sources]
     identities = [unit.identity() for unit in units]
-    inputs = _hash([fingerprint, identities, weights, options.seq_len, options.n_tokens, options.skip_bad])
-    return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), fingerprint, inputs)
+    inputs = _hash([_hash(list(unit_inputs.values())), identities, weights, options.seq_len, options.n_tokens, options.skip_bad])
+    return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), unit_inputs, inputs)
 
 
 def _hash(value: Any) -> str:
