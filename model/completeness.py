@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from model.attention_layout import Attention
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.decoder.config import is_native
+from model.decoder.config import is_native, read_llama_config
+from model.families.family import Family, get_key
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""
@@ -18,7 +20,13 @@ BESIDE_ATTENTION = (
     "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight",
     "post_attention_layernorm.weight",
 )  # fmt: skip
-"""A layer's tensors besides attention's, in the families of `is_native`."""
+"""A layer's tensors besides attention's and biases, in the families of `is_native`."""
+_BIASES = {
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "mlp_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
+}
+"""The biases that a setting of `LlamaConfig` turns on."""
 
 
 _CLASSES_WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
@@ -52,14 +60,18 @@ def check_head(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor."""
-    family, tensors, config = attention.family, checkpoint.tensors, checkpoint.config
+def check_complete(attention: Attention, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor.
+
+    `config`: that of the language model inside a wrapper, otherwise the checkpoint's.
+    """
+    family, tensors = attention.family, checkpoint.tensors
     prefixes = attention.layer_prefixes
     layers = _parts(attention, checkpoint)
     _check_layers(layers, checkpoint)
     if is_native(config):
-        _check_native_layers(layers, checkpoint)
+        _check_native_layers(layers, checkpoint, config)
+    _check_norms(family, layers, checkpoint, config)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
     holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
@@ -72,28 +84,53 @@ def check_complete(attention: Attention, checkpoint: Checkpoint) -> None:
     for names in family.elsewhere:
         if not any(name in tensors for name in names):
             raise _lacks(checkpoint, names[0])
-    if not holds_head_tensor and _needs_head(config, stack):
+    if not holds_head_tensor and stack and _needs_head(checkpoint.config, config):
         raise CheckpointError(
             f"{_lacks(checkpoint, f'{family.output_head}.weight')} If its head is the embedding, set "
             "tie_word_embeddings to true in config.json."
         )
 
 
-def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint) -> None:
+def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    needed = [*BESIDE_ATTENTION]
+    with suppress(CheckpointError):  # of a bad value, which is reported where the model is built
+        settings = read_llama_config(config)
+        needed += [name for setting, names in _BIASES.items() if getattr(settings, setting) for name in names]
     for prefix, names in layers.items():
-        for name in BESIDE_ATTENTION:
+        for name in needed:
             if name not in names:
                 raise _lacks(checkpoint, prefix + name)
 
 
-def _needs_head(config: Mapping[str, Any], stack: str) -> bool:
-    """Return whether the class has an output head with a tensor of its own. `stack`: how names of layers begin."""
-    if not stack:  # a base model, which has no head
-        return False
+def _check_norms(
+    family: Family, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError if a layer lacks the norm of its queries or its keys."""
+    norms = family.head_norms
+    if (
+        norms is None
+        or norms.layout == "none"
+        or (norms.switch is not None and get_key(config, norms.switch) is not True)
+    ):
+        return
+    first = "norms.0.weight" if norms.layout == "list" else "weight"
+    for prefix, names in layers.items():
+        for module in family.attention:
+            for norm in (norms.query, norms.key):
+                if f"{module}.{norm}.{first}" not in names:
+                    raise _lacks(checkpoint, f"{prefix}{module}.{norm}.{first}")
+
+
+def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    """Return whether the class has an output head with a tensor of its own. `inner`: as in `check_complete`."""
     classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or not str(classes[0]).endswith("ForCausalLM"):
+    if not isinstance(classes, list) or len(classes) != 1:
         return False
     tied = config.get("tie_word_embeddings")
+    if str(classes[0]).endswith("ForConditionalGeneration"):  # a wrapper: see `language_model.ties_head`
+        return tied is False and inner.get("tie_word_embeddings") is not True
+    if not str(classes[0]).endswith("ForCausalLM"):
+        return False
     return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes
 
 

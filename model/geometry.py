@@ -13,7 +13,7 @@ from model.common import checks
 from model.common.errors import CheckpointError, prefix_path
 from model.completeness import check_complete
 from model.families import Family, find_family
-from model.families.family import Assumed, Switch
+from model.families.family import Assumed, Switch, get_key
 
 PACKED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB)(\.|$)")
 
@@ -121,8 +121,8 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     head_dim = _head_dim(config, family, layers, n_heads, hidden_size)
     n_kv_heads = _n_kv_heads(family, layers, n_heads, head_dim)
     attention = find_attention(family, Sizes(n_heads, max(n_kv_heads, 1), head_dim, hidden_size), layers)
-    check_complete(attention, checkpoint)
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
+    check_complete(attention, checkpoint, {**config, "model_type": family.model_type})
     return Geometry(
         match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
         _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config, _has_alibi(config, family),
@@ -141,7 +141,7 @@ def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_
 
 
 def _has_alibi(config: Mapping[str, Any], family: Family) -> bool:
-    return family.alibi is not None and _get(config, family.alibi) is True
+    return family.alibi is not None and get_key(config, family.alibi) is True
 
 
 def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
@@ -149,8 +149,8 @@ def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
     if not family.partial_rotary:
         return family.rotary_fraction
     keys = ("rope_parameters.partial_rotary_factor", family.keys.partial_rotary_factor)
-    key = next((key for key in keys if _get(config, key) is not None), None)
-    fraction = family.rotary_fraction if key is None else _get(config, key)
+    key = next((key for key in keys if get_key(config, key) is not None), None)
+    fraction = family.rotary_fraction if key is None else get_key(config, key)
     if not checks.is_finite(fraction) or not 0 < fraction <= 1:
         raise CheckpointError(f"config.json has {key} = {checks.short_repr(fraction)}; it must be between 0 and 1.")
     return float(fraction)
@@ -193,32 +193,14 @@ def _layer_types(config: Mapping[str, Any], n_layers: int) -> list[str]:
     return kinds
 
 
-def _get(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key, in which dots lead into nested objects; None if it is absent."""
-    value: Any = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def set_key(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a key in the spelling of `ConfigKeys`."""
-    *outer, last = key.split(".")
-    for name in outer:
-        if not isinstance(config.get(name), dict):
-            config[name] = {}  # absent or null; the class treats both alike
-        config = config[name]
-    config[last] = value
-
-
 def _name(config: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     """Return the name that the config uses for a size, of several possible ones; the first if it uses none."""
-    return next((key for key in keys if _get(config, key) is not None), keys[0])
+    return next((key for key in keys if get_key(config, key) is not None), keys[0])
 
 
 def _positive(config: Mapping[str, Any], *keys: str) -> int:
     key = _name(config, keys)
-    return checks.size(_get(config, key), f"config.json has {key}")
+    return checks.size(get_key(config, key), f"config.json has {key}")
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
@@ -289,8 +271,8 @@ def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, 
         n, statement = _switched(config, family.switch)
         if n is not None:
             return n_heads if n == "n_heads" else n, statement
-    if _get(config, key) is not None:
-        return _get(config, key), f"{key} = {_get(config, key)}"
+    if get_key(config, key) is not None:
+        return get_key(config, key), f"{key} = {get_key(config, key)}"
     is_null = key in config
     assumed = family.null_n_kv_heads if is_null else family.default_n_kv_heads
     spelt = f"{key} = null" if is_null else f"no {key}"
@@ -305,7 +287,7 @@ def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, 
 
 def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed | None, str]:
     """Return the number of K/V heads that a switch selects, and its setting in words."""
-    value = _get(config, switch.key)
+    value = get_key(config, switch.key)
     setting = f"{switch.key} = {json.dumps(value)}" if value is not None else f"no {switch.key}"
     value = switch.default if value is None else value
     for possible, n in switch.values.items():
@@ -322,14 +304,14 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
             "the same number of K/V heads, so start from a model without it."
         )
     for key, (value, reason) in family.refused.items():
-        if _get(config, key) == value:
+        if get_key(config, key) == value:
             raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
 
 
 def check_class_settings(config: Mapping[str, Any], family: Family, head: bool) -> None:
     """Raise CheckpointError for a setting that the family's class in transformers ignores, also of its `head`."""
     for key, values in {**family.class_ignores, **(family.head_ignores if head else {})}.items():
-        if (value := _get(config, key)) not in values:
+        if (value := get_key(config, key)) not in values:
             raise CheckpointError(
                 f"config.json has {key} = {checks.short_repr(value)}, which transformers' class of {family.model_type} "
                 "ignores, so it cannot run the model."

@@ -8,7 +8,8 @@ from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
 from model.families import Family
-from model.geometry import Geometry, set_key
+from model.families.family import set_key
+from model.geometry import Geometry
 
 
 def merged_config(

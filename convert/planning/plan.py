@@ -1,7 +1,5 @@
 """Define what all plans of a conversion have, and what they depend on; `merge_plan` and `latent_plan` make them."""
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

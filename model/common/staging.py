@@ -8,7 +8,8 @@
         replaced/               the folder that --overwrite replaces, until the new one is in its place
 
 A killed run leaves the staging area behind. The same command resumes from its journal; a command with other inputs is
-refused while the area holds finished work, and starts afresh otherwise. Both first restore a folder that the killed run moved away and did not replace.
+refused while the area holds finished work, and starts afresh otherwise. Both first restore a folder that the killed run
+moved away and did not replace.
 """
 
 import hashlib

@@ -28,6 +28,8 @@ class HeadNorms:
     """`layer`: the mean is subtracted."""
     after_rotation: bool = False
     """Whether queries and keys are rotated before they are normalised."""
+    switch: str | None = None
+    """The setting that, if true, gives the model its norms; None: it always has them."""
     offset: float = 0.0
     """Offset that the class adds to the stored weights."""
 
@@ -219,3 +221,21 @@ class Wrapper:
     """As in `Family`."""
     is_causal: bool = True
     """Whether no token of a text attends to later ones."""
+
+
+def get_key(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key in the spelling of `ConfigKeys`; None if it is absent."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_key(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a key in the spelling of `ConfigKeys`."""
+    *outer, last = key.split(".")
+    for name in outer:
+        if not isinstance(config.get(name), dict):
+            config[name] = {}  # absent or null; the class treats both alike
+        config = config[name]
+    config[last] = value

@@ -19,7 +19,7 @@ FAMILY = Family(
     attention_norm="norm_1",
     output="out_proj",
     fused="Wqkv",
-    head_norms=HeadNorms("q_ln", "k_ln", "flat", kind="layer"),
+    head_norms=HeadNorms("q_ln", "k_ln", "flat", kind="layer", switch="attn_config.qk_ln"),
     switch=Switch(
         "attn_config.attn_type",
         default="multihead_attention",

@@ -15,7 +15,11 @@ STANDARD = (
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee"),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
-    Family("cohere", head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer"), rotary_pairing="interleaved"),
+    Family(
+        "cohere",
+        head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer", switch="use_qk_norm"),
+        rotary_pairing="interleaved",
+    ),
     # Command R7B, Command A and newer Aya: Llama's layout. Layers without a sliding window are not rotated.
     Family(
         "cohere2",
@@ -178,7 +182,7 @@ STANDARD = (
         "phi",
         final_norm="final_layernorm",
         output="dense",
-        head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer"),
+        head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer", switch="qk_layernorm"),
         rotary_fraction=0.5,
         partial_rotary=True,
         engines_without_gqa=("vLLM", "llama.cpp", "SGLang"),
@@ -226,7 +230,7 @@ STANDARD = (
         "stablelm",
         default_n_kv_heads=32,
         null_n_kv_heads="refused",
-        head_norms=HeadNorms("q_layernorm", "k_layernorm", "list", kind="layer"),
+        head_norms=HeadNorms("q_layernorm", "k_layernorm", "list", kind="layer", switch="qk_layernorm"),
         rotary_fraction=0.25,
         partial_rotary=True,
     ),

@@ -107,9 +107,9 @@ def test_finished_work_of_other_inputs_is_kept(tmp_path):
         ({"--seed": 1, "SOURCE": "b"}, "another --seed, another SOURCE;"),
         ({"--seed": 2}, "more options;"),
     ):
-        with pytest.raises(CheckpointError, match=f"{root} holds the finished work of a command with {names} give the"):
-            with Staging(tmp_path / "out") as staging:
-                staging.open(inputs)
+        words = f"{root} holds the finished work of a command with {names} give the same"
+        with Staging(tmp_path / "out") as staging, pytest.raises(CheckpointError, match=words):
+            staging.open(inputs)
     with Staging(tmp_path / "out") as staging:
         staging.open({"--seed": 2, "SOURCE": "a"})
         assert staging.finished == {"piece": 1}

@@ -120,6 +120,29 @@ def test_a_layer_without_one_of_its_tensors_is_refused(tmp_path, family):
             geometry_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}),
+        ("cohere", {"use_qk_norm": True}), ("phi", {"qk_layernorm": True}), ("stablelm", {"qk_layernorm": True}),
+        ("llava", {}), ("llava_onevision", {}),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_missing_in_every_layer_is_refused(tmp_path, family, changes):
+    folder = tiny.save(tiny.build(family, **changes), tmp_path / "m")
+    whole = tiny.tensors(folder)
+    first, *_ = geometry_of(folder).attention.layer_prefixes
+    native = family in ("llama", "qwen2", "llava", "llava_onevision")
+    wanted = r"" if native else r"self_attn\.[qk]_(norm|layernorm)\."
+    parts = [name.removeprefix(first) for name in whole if name.startswith(first) and re.search(wanted, name)]
+    assert len(parts) >= 2
+    for missing in parts:
+        left = {name: tensor for name, tensor in whole.items() if not name.endswith(missing)}
+        save_file(left, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"lacks the tensor|incomplete|one of K and V|has no "):
+            geometry_of(folder)
+
+
 def test_layers_may_differ_in_kind(tmp_path):
     """A dense layer among those with experts has an MLP in their place."""
     folder = tiny.save(tiny.build("qwen2_moe", mlp_only_layers=[1]), tmp_path / "m")
@@ -130,6 +153,19 @@ def test_layers_may_differ_in_kind(tmp_path):
 @pytest.mark.parametrize(
     "missing", ["shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"]
 )
+def test_a_wrapper_without_its_head_is_refused(tmp_path):
+    folder = tiny.save(tiny.build("llava"), tmp_path / "m")
+    whole = tiny.tensors(folder)
+    assert geometry_of(folder).n_layers == 2
+    save_file({n: t for n, t in whole.items() if not n.endswith("lm_head.weight")}, folder / "model.safetensors")
+    assert len(tiny.tensors(folder)) == len(whole) - 1
+    tiny.edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head\.weight\."):
+        geometry_of(folder)
+    tiny.edit_config(folder, tie_word_embeddings=True)
+    assert geometry_of(folder).n_layers == 2
+
+
 def test_a_t5_without_its_embedding_or_a_final_norm_is_refused(tmp_path, missing):
     folder = tiny.save(t5(), tmp_path / "m")
     tensors = tiny.tensors(folder)

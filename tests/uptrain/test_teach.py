@@ -138,7 +138,9 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
         result = uptrain(*teach_arguments(inputs, out, "--shard", share, "--json"))
         assert json.loads(result.out)["shard"] == share
     assert not out.exists()
-    uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused("out.shard-1-of-3", "work of a command with another --top-k;")
+    uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused(
+        "out.shard-1-of-3", "work of a command with another --top-k;"
+    )
     monkeypatch.setattr("uptrain.teach.load_teacher", counted := Counted())
     teach(out, "--shard", "1/3")
     assert not counted.calls, "what is finished is not computed again"

@@ -143,7 +143,9 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
     }
     weights = [str(source.weight) for source in sources]
     identities = [unit.identity() for unit in units]
-    inputs = _hash([_hash(list(unit_inputs.values())), identities, weights, options.seq_len, options.n_tokens, options.skip_bad])
+    inputs = _hash(
+        [_hash(list(unit_inputs.values())), identities, weights, options.seq_len, options.n_tokens, options.skip_bad]
+    )
     return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), unit_inputs, inputs)
 
 
