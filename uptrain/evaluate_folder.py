@@ -74,12 +74,12 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
         with prefix_path(each):
             check_packing(build_meta(each), seq_len)
     config = read_language_config(options.model)
-    for warning in filter(None, (context_warning(config, seq_len), text_only_warning(config, trained=False))):
-        if is_first_process():
-            console.warn(warning)
-    device = choose_device(options.device)
+    warnings = [context_warning(config, seq_len), text_only_warning(config, trained=False)]
     if options.teacher is not None:
-        check_teachers_tokenizer(options.model, options.teacher)
+        warnings.append(check_teachers_tokenizer(options.model, options.teacher))
+    for warning in filter(None, warnings if is_first_process() else []):
+        console.warn(warning)
+    device = choose_device(options.device)
     _check_one_machine(options, seq_len)
     precision = options.precision or default_precision(device)
     accelerator = make_accelerator(precision, layer_names, device=device)

@@ -39,6 +39,8 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
+    if out.exists() and not os.access(out, os.W_OK | os.X_OK):
+        raise CheckpointError(f"OUT ({out}) cannot be written to, so it cannot be replaced; choose another OUT.")
     earlier_conversion(checkpoint)  # its record goes into that of this conversion
     return Staging(out, _is_replaceable if overwrite else None)
 

@@ -14,7 +14,7 @@ from convert.merging.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD
+from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD
 
 
 def recorded_recipe(
@@ -60,15 +60,21 @@ def _check_repeatable(record: dict[str, Any], path: Path) -> None:
 def _stored_text(
     source: Checkpoint, out_path: Path, recorded: dict[str, Any], device: str, findings: Findings
 ) -> CalibrationText:
-    """Return OUT's calibration text, with the tokens stored in OUT if they match the record."""
-    try:
-        if find_spec("torch") is None:
-            raise CheckpointError(NO_TORCH)
-        from convert.layers.layer_stream import check_tokens, open_layers
+    """Return OUT's calibration text, with the tokens stored in OUT if they match the record.
 
+    Tokens that are there and do not match are a difference.
+    """
+    try:
         text = read_stored(out_path, recorded)
-        check_tokens(open_layers(source, text.window_tokens, device), text)
-        return text
+        if find_spec("torch") is not None:
+            from convert.layers.layer_stream import check_tokens, open_layers
+
+            check_tokens(open_layers(source, text.window_tokens, device), text)
+            return text
+        reason = NO_TORCH
     except CheckpointError as error:
-        findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {error}")
+        reason = str(error)
+        if (out_path / CALIBRATION_TOKENS).exists():
+            findings.differences.append(reason)
+    findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {reason}")
     return CalibrationText(recorded["text"], recorded["windows"], recorded["window"], None)

@@ -9,6 +9,8 @@ from model.common.read_files import similar_path
 # The hub's rule for names (huggingface_hub, `validate_repo_id`); a revision is a branch, a tag or a commit.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
+ADDRESS = re.compile(r"(?:https?:/+(?:www\.)?(?:huggingface|hf)\.co/|hf:/+)(?P<model>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
+"""The beginning of a model's address."""
 SNAPSHOT = re.compile(r"/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]{40})$")
 """The path of a model in the cache."""
 BLOB = re.compile(r"/models--[\w.-]+--[\w.-]+/blobs/([0-9a-f]{64})$")
@@ -45,9 +47,14 @@ def sha256_in_cache(path: Path) -> str | None:
 def find_in_cache(path: Path) -> Path | None:
     """Return the cached folder of the model that `path` names, or None if `path` cannot be a model's name.
 
-    Raises CheckpointError, with the command that fetches the model, if it is not in the cache. If there is a path of a
-    similar name, the message names that first.
+    Raises CheckpointError for a model's address, and, with the command that fetches the model, if it is not in the
+    cache. If there is a path of a similar name, the message names that first.
     """
+    if address := ADDRESS.match(str(path)):
+        raise CheckpointError(
+            f"{path} is an address; give the model's name, as {address['model']}, once it is in the cache: "
+            f"hf download {address['model']}."
+        )
     match = NAME.fullmatch(str(path))
     if not match:
         return None

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -388,6 +389,12 @@ def test_too_few_tokens(prepare, tmp_path):
     )
     prepare(*weighted, ids=True, options=("--tokens", 60)).succeeded()
     assert not list(tmp_path.glob(".out*"))
+    (tmp_path / "c.jsonl").write_bytes(b'{"input_ids": [1, 2, 3]}\n')
+    shutil.rmtree(tmp_path / "out")
+    prepare(*weighted, f"{tmp_path / 'c.jsonl'}=0.5", ids=True, options=("--tokens", 300)).refused(
+        f"--data {paths[0]} has 30 tokens",
+        "lower --tokens to 9 or less",  # of the smallest source, which is another
+    )
 
 
 def test_no_tokens_at_all(prepare, tmp_path):

@@ -204,6 +204,16 @@ def test_read_only_target(source, tmp_path):
     assert not list(parent.iterdir())
 
 
+def test_an_out_that_may_not_be_replaced_is_refused_before_the_work(source, tmp_path):
+    out = tiny.save(tiny.build(seed=1), tmp_path / "out")
+    out.chmod(0o555)
+    result = run_without_override("mha-to-mqa", "--method", "mean", source, out, "--overwrite")
+    out.chmod(0o755)
+    shutil.rmtree(out)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"Error: OUT ({out}) cannot be written to, so it cannot be replaced; choose another OUT.\n"
+
+
 # OUT
 
 

@@ -54,12 +54,32 @@ def test_a_file_of_a_model(convert, uptrain, source):
         uptrain("plan", path, "--steps", 5).refused(words)
 
 
-def test_names_of_models_in_the_hubs_cache(uptrain, runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/org/name", "https://huggingface.co/org/name/tree/main", "http://hf.co/org/name?x=1",
+        "hf://org/name",
+    ],
+)  # fmt: skip
+def test_the_address_of_a_model(convert, uptrain, tmp_path, address):
+    words = "is an address; give the model's name, as org/name, once it is in the cache: hf download org/name."
+    convert("inspect", address).refused(words)
+    uptrain("plan", address, "--steps", 4).refused(words)
+    uptrain("prepare", "--data", "x", "--tokenizer", address, "--out", tmp_path / "out").refused(words)
+
+
+@pytest.fixture
+def cached(runs, tmp_path, monkeypatch):
+    """Put a model named acme/tiny into the hub's cache."""
     folder = tmp_path / "cache/models--acme--tiny"
     shutil.copytree(runs.inputs["model"], folder / "snapshots" / ("a" * 40))
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_names_of_models_in_the_hubs_cache(uptrain, runs, tmp_path):
     named, direct = tmp_path / "named", tmp_path / "direct"
     uptrain(*real_runs.arguments({**runs.inputs, "model": "acme/tiny"}, named, steps=4)).succeeded()
     uptrain(*real_runs.arguments(runs.inputs, direct, steps=4)).succeeded()
@@ -67,13 +87,9 @@ def test_names_of_models_in_the_hubs_cache(uptrain, runs, tmp_path, monkeypatch)
     uptrain("evaluate", "acme/other", "--data", runs.inputs["data"]).refused("hf download acme/other")
 
 
-def test_out_may_not_be_named_as_a_source_of_the_cache(convert, runs, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("cached")
+def test_out_may_not_be_named_as_a_source_of_the_cache(convert, tmp_path, monkeypatch):
     """The commands that follow would compare OUT with itself."""
-    folder = tmp_path / "cache/models--acme--tiny"
-    shutil.copytree(runs.inputs["model"], folder / "snapshots" / ("a" * 40))
-    (folder / "refs").mkdir()
-    (folder / "refs/main").write_text("a" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     convert("mha-to-gqa", "acme/tiny", "acme/tiny", "--groups", 1, "--method", "mean").refused("the name of SOURCE")
     assert not (tmp_path / "acme").exists()

@@ -36,6 +36,11 @@ def cache(tmp_path):
 
 
 @pytest.fixture
+def teacher(tmp_path):
+    return tiny.save(tiny.build(seed=1), tmp_path / "teacher", "bfloat16")
+
+
+@pytest.fixture
 def known(monkeypatch):
     """Put two originals of the tiny model's shape into the table."""
     rows = [
@@ -152,12 +157,12 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
 
 
-def test_memory_and_time_for_processes_and_teacher(uptrain, source):
+def test_memory_and_time_for_processes_and_teacher(uptrain, source, teacher):
     one = plan(uptrain, source, "--tokens", "1B", *SIZE)
     needed = one["memory"]["all"]
     states = needed["replicated_bytes_per_process"] - needed["activations_bytes"] - needed["logits_bytes"]
     assert states == 18 * one["n_params"]
-    four = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 4, "--teacher", source)
+    four = plan(uptrain, source, "--tokens", "1B", *SIZE, "--processes", 4, "--teacher", teacher)
     needed = four["memory"]["all"]
     besides = needed["gathered_bytes"] + needed["activations_bytes"] + needed["logits_bytes"]
     assert needed["sharded_bytes_per_process"]["4"] - besides == 18 * one["n_params"] / 4
@@ -226,9 +231,9 @@ def test_a_chosen_micro_batch_and_rank(uptrain, source):
     uptrain("plan", *lora, "--lora-rank", 33).refused("--lora-rank 33 is more than 32, the largest rank of the model's")
 
 
-def test_memory_of_the_parts_side_by_side(uptrain, source):
-    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", source)
-    memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", source)["memory"]
+def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
+    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", teacher)
+    memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", teacher)["memory"]
     assert result.out[: result.out.index("Time for")].rstrip().splitlines()[-1].split()[:3] == [
         "host,",
         "while",
@@ -264,9 +269,9 @@ def test_text(uptrain, source):
         assert word in " ".join(result.out.split()), word
 
 
-def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source):
+def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source, teacher):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": "fit"}))
-    given = ("plan", source, "--steps", 20, *SIZE, "--teacher", source)
+    given = ("plan", source, "--steps", 20, *SIZE, "--teacher", teacher)
     out = uptrain(*given).out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     text = " ".join(out.replace("\\\n", " ").split())
@@ -275,7 +280,7 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
     assert f"in short training attention takes {needed} on one device, and < 1 s on 1 H100 parameters" in text
     assert lines.count("all attention* kv lora") == 2
     assert [line for line in lines if "1.000e-03" in line] == ["1.000e-03 at step 4 to 16"]
-    options = f"--global-batch-tokens 64000 --lr 0.001 --seq-len 1000 --teacher {source}"
+    options = f"--global-batch-tokens 64000 --lr 0.001 --seq-len 1000 --teacher {teacher}"
     prepare = f"uptrain prepare --data TEXTS --tokenizer {source} --seq-len 1000 --tokens 1.29M --out CACHE"
     assert text.endswith(f"Next: {prepare} uptrain run {source} --steps 20 {options} --data CACHE --out RUN")
     many = " ".join(uptrain(*given, "--processes", 2).out.replace("\\\n", " ").split())
@@ -445,6 +450,10 @@ def test_vocabularies_that_differ_are_not_planned(uptrain, tmp_path):
     teacher = tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher")
     fixed = ("plan", model, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
     uptrain(*fixed, "--teacher", teacher).refused(f"the teacher {teacher} has 300 tokens, the student 257")
+    uptrain(*fixed, "--teacher", model).refused(f"--teacher {model} is the same model as MODEL; give the parent")
+    other = make_tokenizer(tiny.save(tiny.build(vocab_size=257, seed=1), tmp_path / "other"), 257, eos=False)
+    make_tokenizer(model, 256, bos=False, eos=False)
+    uptrain(*fixed, "--teacher", other).refused(f"the teacher {other} has other ids than the student for")
     tiny.edit_config(model, vocab_size=250)
     uptrain(*fixed).refused("has 257 rows in model.embed_tokens.weight, but its config.json says vocab_size = 250")
 

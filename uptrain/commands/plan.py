@@ -115,17 +115,21 @@ def _check_inputs(
 
     reads_headers = all(is_native(read_language_config(folder)) for folder in (model, teacher) if folder)
     sha256 = "" if data is None else Manifest.parse(data).tokenizer_sha256
-    if reads_headers and not sha256:
+    if reads_headers and not sha256 and teacher is None:
         return []
     if find_spec("torch") is None:
         return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
-    from uptrain.runs.checks import check_models, check_tokenizer
+    from uptrain.runs.checks import check_is_not_student, check_models, check_teachers_tokenizer, check_tokenizer
 
     if data is not None:
         check_tokenizer(sha256, data, model)
     if not reads_headers:
         check_models(model, teacher, [seq_len], part, rank)
-    return []
+    if teacher is None:
+        return []
+    check_is_not_student(model, teacher)
+    warning = check_teachers_tokenizer(model, teacher)
+    return [] if warning is None else [warning]
 
 
 def _summary(plan: dict[str, Any]) -> str:

@@ -150,25 +150,24 @@ def warn_of_own_logits(model: Path | None, folder: Path) -> None:
         )
 
 
-def check_teachers_tokenizer(folder: Path, teacher: Path) -> None:
+def check_teachers_tokenizer(folder: Path, teacher: Path) -> str | None:
     """Raise InputError if a token has another id in the teacher's tokenizer than in the student's.
 
-    They may split texts differently. A folder whose tokenizer cannot be opened is not checked, with a warning: the data
-    may be tokenised already.
+    They may split texts differently. Returns a warning if a tokenizer cannot be opened: then nothing is compared, since
+    the data may be tokenised already.
     """
     if _have_equal_vocabularies(folder, teacher):
-        return
+        return None
     try:
         own, theirs = open_tokenizer(folder).get_vocab(), open_tokenizer(teacher).get_vocab()
     except InputError as error:
-        if is_first_process():
-            warn(f"whether student and teacher have the same tokenizer is not checked: {error}")
-        return
+        return f"whether student and teacher have the same tokenizer is not checked: {error}"
     if others := sorted(token for token in own.keys() & theirs.keys() if own[token] != theirs[token]):
         raise InputError(
             f"the teacher {teacher} has other ids than the student for {len(others):,} tokens, such as {others[0]!r}; "
             "distillation needs the same tokenizer."
         )
+    return None
 
 
 def _have_equal_vocabularies(one: Path, other: Path) -> bool:

@@ -105,8 +105,10 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
     check_layer_names(folder, settings)
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
-        check_teachers_tokenizer(folder, options.teacher)
-        if options.model and is_first_process() and (warning := teacher_warning(options.model, options.teacher)):
+        warnings = [check_teachers_tokenizer(folder, options.teacher)]
+        if options.model:
+            warnings.append(teacher_warning(options.model, options.teacher))
+        for warning in filter(None, warnings if is_first_process() else []):
             warn(warning)
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)

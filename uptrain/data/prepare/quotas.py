@@ -113,8 +113,11 @@ def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, reco
         source_quotas = [
             replace(source_quota, quota=quota) for source_quota, quota in zip(source_quotas, quotas, strict=True)
         ]
+    most = min(_largest(source_quota, records) for source_quota in source_quotas)
     for source_quota in source_quotas:
-        _check_enough(source_quota, n_tokens, records)
+        _check_not_empty(source_quota, n_tokens, records)
+    for source_quota in source_quotas:
+        _check_enough(source_quota, n_tokens, records, most)
     return source_quotas
 
 
@@ -147,7 +150,8 @@ def _why_empty(source_quota: SourceQuota, records: Records) -> str:
     return f"none of {n_records:,} records gave a document ({counts}{first})" if counts else "there are no records"
 
 
-def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
+def _check_not_empty(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
+    """Raise InputError if a source gives no tokens."""
     available = source_quota.n_finished(records)
     if available == 0 and source_quota.quota == 0:
         raise InputError(
@@ -156,6 +160,11 @@ def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Reco
         )
     if available == 0:
         raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
+
+
+def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records, most: int) -> None:
+    """Raise InputError if a source has fewer tokens than its quota. `most`: the most tokens that all sources allow."""
+    available = source_quota.n_finished(records)
     if source_quota.quota is None or available >= source_quota.quota:
         return
     if source_quota.weight == 1:
@@ -164,6 +173,5 @@ def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Reco
         )
     raise InputError(
         f"{source_quota.name} has {available:,} tokens, fewer than its {float(source_quota.weight):.4g} of "
-        f"--tokens {n_tokens:,}, which is {source_quota.quota:,}; lower --tokens to "
-        f"{_largest(source_quota, records):,} or less, or its weight."
+        f"--tokens {n_tokens:,}, which is {source_quota.quota:,}; lower --tokens to {most:,} or less, or its weight."
     )
