@@ -160,7 +160,7 @@ def test_another_part_and_another_model_are_refused(inputs, tmp_path, uptrain):
     uptrain("resume", run).refused("run.json is damaged", "identities do not match settings.trainable = all")
     edit(run, trainable="attention")
     for command in (("resume", run), ("export", run, tmp_path / "out")):
-        uptrain(*command).refused("--trainable was not attention", "restore it, or start a new run")
+        uptrain(*command).refused("another --trainable than attention", "restore it, or start a new run")
     (run / "run.json").write_text(recorded)
     weights = tiny.tensors(model)
     weights["model.layers.0.mlp.up_proj.weight"][3, 5] += 1

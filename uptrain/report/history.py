@@ -85,7 +85,7 @@ def recovered_fraction(first: Record, current: Record) -> float | None:
 
 def format_loss(value: float | None) -> str:
     """Return a loss in nats per token as text. JSON holds a loss that is not finite as null."""
-    return "not finite" if value is None else f"{value:.4f}"
+    return "not finite" if value is None else f"{value:z.4f}"
 
 
 def format_recovered(fraction: float | None, cost: float | None) -> str | None:

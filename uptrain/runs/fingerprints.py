@@ -51,8 +51,8 @@ def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
         )
     if _of_frozen_tensors(settings) != recorded["frozen"]:
         raise InputError(
-            f"{settings.model} holds other tensors than when the run began, or --trainable was not "
-            f"{settings.trainable}; restore it, or start a new run."
+            f"{settings.model} holds other tensors than when the run began, or the run began with another --trainable "
+            f"than {settings.trainable}; restore it, or start a new run."
         )
 
 

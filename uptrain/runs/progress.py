@@ -109,7 +109,7 @@ def _line(record: dict[str, Any]) -> str:
         means = record["evaluation"]
         text = f"step {record['step']}: held-out loss {means['loss']:.4f}"
         if "kl" in means:
-            text += f", KL from the teacher {means['kl']:.4f}, agreement {means['agreement']:.1%}"
+            text += f", KL from the teacher {means['kl']:z.4f}, agreement {means['agreement']:.1%}"
         return text
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"
