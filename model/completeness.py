@@ -127,7 +127,9 @@ def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
     if not isinstance(classes, list) or len(classes) != 1:
         return False
     tied = config.get("tie_word_embeddings")
-    if str(classes[0]).endswith("ForConditionalGeneration"):  # a wrapper: see `language_model.ties_head`
+    if config.get("model_type") != inner.get("model_type"):  # a wrapper: see `language_model.ties_head`
+        if not str(classes[0]).endswith("ForConditionalGeneration"):
+            return False
         return tied is False and inner.get("tie_word_embeddings") is not True
     if not str(classes[0]).endswith("ForCausalLM"):
         return False

@@ -51,11 +51,12 @@ def test_sizes_of_latent_attention(convert, source, tmp_path):
     assert "mha-to-mla" in convert("inspect", source).out
     other = tiny.save(tiny.build("qwen3"), tmp_path / "qwen3")
     assert json.loads(convert("inspect", other, "--json").out)["latent"] == []
-    for changes in ({"attention_bias": True}, {"architectures": ["LlamaForSequenceClassification"]}):
-        tiny.edit_config(source, **changes)
-        assert json.loads(convert("inspect", source, "--json").out)["latent"] == []
-        convert("mha-to-mla", source, tmp_path / "out", "--latent", 8, "--rope", 8).refused()
-        tiny.edit_config(source, attention_bias=False, architectures=["LlamaForCausalLM"])
+    biased = tiny.save(tiny.build(attention_bias=True), tmp_path / "biased")
+    headless = tiny.save(tiny.build(), tmp_path / "reward")
+    tiny.edit_config(headless, architectures=["LlamaForSequenceClassification"])
+    for folder in (biased, headless):
+        assert json.loads(convert("inspect", folder, "--json").out)["latent"] == []
+        convert("mha-to-mla", folder, tmp_path / "out", "--latent", 8, "--rope", 8).refused()
     assert "mha-to-mla" not in convert("inspect", other).out
     wide = tiny.save(tiny.build(hidden_size=512), tmp_path / "wide")
     rows = json.loads(convert("inspect", wide, "--json").out)["latent"]

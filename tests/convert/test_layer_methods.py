@@ -234,7 +234,7 @@ def test_a_missing_norm_is_named(convert, tmp_path, name):
         del tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
-        f"the tensor model.layers.0.self_attn.{name}.weight is missing"
+        f"lacks the tensor model.layers.0.self_attn.{name}.weight"
     )
 
 
