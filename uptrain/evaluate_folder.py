@@ -1,7 +1,6 @@
 """Evaluate a checkpoint folder on a token cache or texts, beside a teacher."""
 
 import math
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 
 from model.common import console
 from model.common.errors import InputError, prefix_path
-from model.common.launcher import is_first_process
+from model.common.launcher import is_local_main_process, several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
 from uptrain.data.default_sizes import context_warning, default_micro_batch
@@ -77,7 +76,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     warnings = [context_warning(config, seq_len), text_only_warning(config, trained=False)]
     if options.teacher is not None:
         warnings.append(check_teachers_tokenizer(options.model, options.teacher))
-    for warning in filter(None, warnings if is_first_process() else []):
+    for warning in filter(None, warnings if is_local_main_process() else []):
         console.warn(warning)
     device = choose_device(options.device)
     _check_one_machine(options, seq_len)
@@ -105,8 +104,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
 
 def _check_one_machine(options: EvaluateOptions, seq_len: int) -> None:
     """Raise InputError if processes on several machines would evaluate texts, whose cache only one could open."""
-    n_processes = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_WORLD_SIZE", n_processes) != n_processes and not is_cache([options.data]):
+    if several_machines() and not is_cache([options.data]):
         raise InputError(
             f"{options.data} is tokenised on one machine only; for several, write a token cache to a shared disk "
             f"first: uptrain prepare --data {shlex.quote(options.data)} --tokenizer {shlex.quote(str(options.model))} "

@@ -10,7 +10,7 @@ from convert.merging.recipe import Recipe
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_DETAILS, UPTRAINING_RECORD
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, read_content
 
@@ -27,7 +27,7 @@ _OF_THE_BASE_MODEL = (
 )
 
 TRAINING_DETAILS = (
-    f"Details are in `{UPTRAINING_RECORD}`.".encode(),
+    UPTRAINING_DETAILS.encode(),
     f"Details are in `{UPTRAINING_RECORD}` of the model before its conversion.".encode(),
 )
 """A sentence of an export's card (`uptrain.export.model_card`), and what it becomes in the card of a conversion."""

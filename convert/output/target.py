@@ -8,7 +8,7 @@ from convert.output.groupwise_json import earlier_conversion
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import MODEL_FILES, SKIPPED_FOLDERS, WEIGHTS, is_uptrain_output
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD
+from model.common.file_names import CONVERSION_RECORD, RUN_JSON
 from model.common.files import check_name, lies_in
 from model.common.staging import AREAS, Staging, check_out
 
@@ -72,7 +72,7 @@ def _holds_other_work(folder: Path) -> bool:
     """Return whether a folder holds what no conversion writes: version control, training runs, staging areas."""
     return (
         any(fnmatch(path.name, pattern) for path in folder.iterdir() for pattern in SKIPPED_FOLDERS)
-        or any(folder.rglob("run.json"))  # of `uptrain run`, with its checkpoints
+        or any(folder.rglob(RUN_JSON))  # of `uptrain run`, with its checkpoints
         or any(folder.rglob(AREAS))
         or any(path.is_dir() and is_uptrain_output(path) for path in folder.rglob("*"))
         or bool(_other_files(folder))

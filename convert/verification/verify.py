@@ -35,7 +35,7 @@ from model.checkpoint.formats.safetensors import SafetensorsFolder
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
+from model.common.file_names import CONVERSION_RECORD, RUN_JSON, UPTRAINING_RECORD
 from model.common.files import file_sha256, has_content
 
 PIECE = 8 << 20
@@ -102,7 +102,7 @@ def verify(
 
 def _refuse_others(source: Checkpoint, out_path: Path) -> None:
     """Raise CheckpointError if OUT is a run, an export, or the source of a conversion whose output is SOURCE."""
-    if (out_path / "run.json").is_file():
+    if (out_path / RUN_JSON).is_file():
         raise CheckpointError(
             f"{out_path} is the folder of a run, whose weights are other ones; give the converted model that the run "
             "began with."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
-from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
+from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
 from model.common.read_files import (
     CONFIG_BYTES,
     MAX_LEVELS,
@@ -134,7 +134,7 @@ def _look_elsewhere(folder: Path) -> str:
         return f" To convert a GGUF model, name the file itself: {gguf[0]}"
     if any(folder.glob("original/consolidated.*.pth")):
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
-    if (folder / "run.json").is_file() and (folder / "checkpoints").is_dir():
+    if (folder / RUN_JSON).is_file() and (folder / "checkpoints").is_dir():
         return f" It is the folder of a run; make a model of it first: uptrain export {shlex.quote(str(folder))} OUT"
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):  # a model in the cache of Hugging Face
         return f" Name one of its snapshots: {snapshots[-1].parent}"
@@ -239,5 +239,5 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
 def is_uptrain_output(folder: Path) -> bool:
     """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
     names = {path.name for path in folder.iterdir()}
-    is_run = "run.json" in names and not names.isdisjoint(("metrics.jsonl", "model"))
+    is_run = RUN_JSON in names and not names.isdisjoint((METRICS, "model"))
     return is_run or ("manifest.json" in names and ("inputs.sha256" in names or "values-00000.bin" in names))

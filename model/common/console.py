@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
-from model.common.launcher import has_launcher, is_first_process
+from model.common.launcher import has_launcher, is_local_main_process
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -73,7 +73,7 @@ def run(cli: click.Command, launched: bool = False) -> None:
         code = BAD_INPUT
     except (Exception, KeyboardInterrupt) as error:
         message, code = _explain(error)
-        if not launched or isinstance(error, RankError) or is_first_process() or not has_launcher():
+        if not launched or isinstance(error, RankError) or is_local_main_process() or not has_launcher():
             echo_line(f"Error: {message}")
     sys.exit(code)
 
@@ -164,7 +164,7 @@ def _discard(stream: TextIO) -> None:
 
 def draws_bars() -> bool:
     """Return whether this process shows progress as a bar. With FORCE_COLOR, rich would also fill a file with it."""
-    return sys.stderr.isatty() and console(stderr=True).is_terminal and is_first_process()
+    return sys.stderr.isatty() and console(stderr=True).is_terminal and is_local_main_process()
 
 
 def warn(message: str) -> None:

@@ -31,7 +31,17 @@ def local_rank() -> int:
     return _variable("LOCAL_RANK", 0, least=0)
 
 
-def is_first_process() -> bool:
+def several_machines() -> bool:
+    """Return whether a launcher may have started processes on other machines too."""
+    return local_world_size() != world_size()
+
+
+def is_main_process() -> bool:
+    """Return whether this is the first of all processes that a launcher has started (RANK)."""
+    return world_size() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def is_local_main_process() -> bool:
     """Return whether this is the first process on its machine of those that a launcher has started.
 
     Errors and warnings ask this, so it takes any values.

@@ -25,7 +25,7 @@ def no_variables(monkeypatch):
 def test_the_number_of_a_process(monkeypatch, variables, rank, is_first, has_launcher):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (launcher.local_rank(), launcher.is_first_process(), launcher.has_launcher()) == (
+    assert (launcher.local_rank(), launcher.is_local_main_process(), launcher.has_launcher()) == (
         rank,
         is_first,
         has_launcher,

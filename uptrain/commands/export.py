@@ -7,10 +7,11 @@ import click
 
 from model.common import console
 from model.common.command_options import PathType, json_option
+from model.common.file_names import METRICS
 from model.common.staging import check_room
 from uptrain.checkpoints.files import explain_removal
 from uptrain.distributed.signals import interruptible
-from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
 from uptrain.runs.settings import Settings
 from uptrain.training.learning_rate import decay_start
 from uptrain.training.metrics_log import read_metrics, rise_warning

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
-from model.common.launcher import local_world_size, world_size
+from model.common.launcher import is_main_process, several_machines
 from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 
@@ -78,13 +78,12 @@ def on_main_without_group(work: Callable[[], object], done: Path) -> None:
     the launcher ends the others. With several machines, a marker beside the folder of `done` shows that they share its
     disk. Raises InputError on a machine where neither appears within _START_SECONDS.
     """
-    several_machines = local_world_size() != world_size()
     folder = done.absolute().parent
     marker = folder.parent / f".{folder.name}.started"
-    if world_size() == 1 or os.environ.get("RANK", "0") == "0":
-        with _marked(marker) if several_machines else nullcontext():
+    if is_main_process():
+        with _marked(marker) if several_machines() else nullcontext():
             work()
-    is_shared, deadline = not several_machines, time.monotonic() + _START_SECONDS
+    is_shared, deadline = not several_machines(), time.monotonic() + _START_SECONDS
     with interruptible():
         while not done.is_file():
             is_shared = is_shared or _has_mark(marker)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from model.common.launcher import is_first_process
+from model.common.launcher import is_local_main_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """SIGHUP is sent when the terminal is closed; a process that `nohup` started ignores it."""
@@ -42,7 +42,7 @@ class StopRequest:
             _exit_at_once(b"stopped by a second signal, without saving.\n")
         if not self.reason:
             self.reason, self._first = signal.Signals(number).name, now
-            if is_first_process():
+            if is_local_main_process():
                 _say_stopping()
 
 

@@ -16,7 +16,7 @@ from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, d
 from model.checkpoint.tensor import numpy_dtype
 from model.common.console import Advance
 from model.common.errors import InputError
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
+from model.common.file_names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.common.files import copy_file, sync_tree, write_file
 from model.common.staging import new_folder
 from model.decoder.config import is_native
@@ -28,7 +28,7 @@ from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
-from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
 from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT

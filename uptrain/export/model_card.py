@@ -5,7 +5,7 @@ from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.counts import format_count
-from model.common.file_names import MODEL_CARD
+from model.common.file_names import MODEL_CARD, UPTRAINING_DETAILS
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.language_model import text_config_key
@@ -64,7 +64,7 @@ def _section(record: dict[str, Any], has_card: bool, was_trained: bool, is_wrapp
 |---|---|
 {table}
 
-{_what_changed(settings, has_card, is_wrapper)} Details are in `uptraining.json`.
+{_what_changed(settings, has_card, is_wrapper)} {UPTRAINING_DETAILS}
 {END}
 """
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.console import warn
+from model.common.file_names import METRICS
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.runs.folder import METRICS, MODEL, RUN_STATE, Run, read_run_state
+from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics, rise_warning
 

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from model.common.file_names import METRICS
 from model.common.processes import is_running, pid_namespace
 from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
-from uptrain.runs.folder import CHECKPOINTS, METRICS
+from uptrain.runs.folder import CHECKPOINTS
 
 SPEED_STEPS = 32
 """Number of last steps over which the speed is the median."""

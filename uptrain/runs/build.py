@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
@@ -27,7 +28,6 @@ from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
-from uptrain.runs.folder import METRICS
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import Training
 from uptrain.training.loss_module import STUDENT, LossModule

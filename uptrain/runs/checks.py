@@ -9,7 +9,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo_line, size, warn
 from model.common.errors import InputError, prefix_path
-from model.common.launcher import is_first_process
+from model.common.launcher import is_local_main_process
 from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.completeness import check_head
 from model.decoder.transformers_classes import names_in_files
@@ -143,7 +143,7 @@ def warn_of_own_logits(model: Path | None, folder: Path) -> None:
     Raises InputError if the folder holds no logits.
     """
     teacher = LogitsManifest.parse(folder).teacher_sha256
-    if model is not None and is_first_process() and model_sha256(model) == teacher:
+    if model is not None and is_local_main_process() and model_sha256(model) == teacher:
         warn(
             f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it "
             "was merged from should write them (uptrain teach PARENT)."

@@ -9,7 +9,7 @@ import torch
 
 from model.common.console import size
 from model.common.errors import InputError, RankError
-from model.common.launcher import is_first_process, local_world_size
+from model.common.launcher import is_local_main_process, local_world_size
 from model.common.machine import available_memory
 from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
@@ -57,7 +57,7 @@ def fitting_micro_batch(
         f"device has {size(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
         "--micro-batch 1)."
     )
-    if has_accelerator() and not is_first_process():  # whose device may have more
+    if has_accelerator() and not is_local_main_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")
     raise InputError(refusal)
 

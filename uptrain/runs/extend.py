@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.common.errors import InputError
+from model.common.file_names import METRICS
 from model.common.files import check_name, copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.checkpoints.files import (
@@ -15,7 +16,7 @@ from uptrain.checkpoints.files import (
     read_manifest,
 )
 from uptrain.runs.fingerprints import check_same, check_same_data
-from uptrain.runs.folder import CHECKPOINTS, METRICS, MODEL, Run
+from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
 from uptrain.training.learning_rate import EXTENDABLE, decay_start

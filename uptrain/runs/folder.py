@@ -10,14 +10,13 @@ from typing import Any
 from model.common import checks
 from model.common.errors import InputError
 from model.common.file_lock import FileLock, LockedError
+from model.common.file_names import RUN_JSON
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 
-RUN, MODEL, CHECKPOINTS, METRICS, RUN_STATE, LOCK = (
-    "run.json", "model", "checkpoints", "metrics.jsonl", "run_state.json", ".lock",
-)  # fmt: skip
+MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", ".lock"
 PARENT = {"run": str, "step": int}
 IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
@@ -45,10 +44,10 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        path = folder / RUN
+        path = folder / RUN_JSON
         if not path.is_file():
             hint = "`uptrain run … --out RUN` makes the folder of a run"
-            problem = f"is not a run: it has no {RUN}" if folder.exists() else "does not exist"
+            problem = f"is not a run: it has no {RUN_JSON}" if folder.exists() else "does not exist"
             raise InputError(f"{folder} {problem}; {hint}.")
         try:
             run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))

@@ -14,7 +14,8 @@ from accelerate import PartialState
 
 from model.common.console import echo, warn
 from model.common.errors import InputError
-from model.common.launcher import is_first_process, world_size
+from model.common.file_names import METRICS, RUN_JSON
+from model.common.launcher import is_local_main_process, world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.decoder.config import is_native
 from model.language_model import read_language_config
@@ -47,7 +48,7 @@ from uptrain.runs.checks import (
     warn_of_own_logits,
 )
 from uptrain.runs.extend import extend, extended_steps
-from uptrain.runs.folder import METRICS, RUN, Run
+from uptrain.runs.folder import Run
 from uptrain.runs.make_folder import refuse_existing, refuse_inside
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
@@ -77,12 +78,14 @@ def launch_new(options: RunOptions) -> None:
     seq_lens = sorted({seq_len, eval_seq_len})
     _check_options(options, folder, settings, seq_lens)  # before texts are tokenised, which may take hours
     overlap = overlap_warning(options.data, eval_data)
-    if is_first_process() and overlap:
+    if is_local_main_process() and overlap:
         warn(overlap)
     if eval_data:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
-    if is_first_process() and (warning := surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))):
-        warn(warning)
+    if is_local_main_process():
+        surplus = surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))
+        if surplus:
+            warn(surplus)
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
@@ -108,7 +111,7 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
         warnings = [check_teachers_tokenizer(folder, options.teacher)]
         if options.model:
             warnings.append(teacher_warning(options.model, options.teacher))
-        for warning in filter(None, warnings if is_first_process() else []):
+        for warning in filter(None, warnings if is_local_main_process() else []):
             warn(warning)
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)
@@ -138,7 +141,7 @@ def launch_extended(
     run = _with_name(run)
     total = extended_steps(Run.read(run), alpha, tokens, steps)
     check_launcher()
-    on_main_without_group(lambda: extend(run, out, total), out / RUN)
+    on_main_without_group(lambda: extend(run, out, total), out / RUN_JSON)
     _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)), {})
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from model.checkpoint.hf_folder import json_text, list_files
 from model.common.errors import InputError
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, RUN_JSON
 from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.staging import check_out, new_folder
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs.folder import MODEL, RUN, RUN_STATE, Run, read_run_state
+from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.runs.settings import Settings
 
 
@@ -49,7 +49,7 @@ def make_folder(
         for name, content in files.items():
             copy_file(content, folder / MODEL / name)
         fill(folder)
-        write_file(folder / RUN, json_text(asdict(run)))
+        write_file(folder / RUN_JSON, json_text(asdict(run)))
         sync_tree(folder)
 
 
@@ -64,7 +64,7 @@ def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
     """Raise InputError if `out` exists or cannot be created."""
     check_out(out)
     if out.exists():
-        raise InputError(f"{out} exists already; {_continuing(out) if (out / RUN).exists() else advice}.")
+        raise InputError(f"{out} exists already; {_continuing(out) if (out / RUN_JSON).exists() else advice}.")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder} cannot be written to; {advice}.")

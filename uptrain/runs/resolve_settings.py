@@ -8,7 +8,7 @@ from model.common.command_options import AUTO_DEVICE
 from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
-from model.common.launcher import is_first_process, world_size
+from model.common.launcher import is_local_main_process, world_size
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, make_budget, rate_problem
 from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
@@ -133,7 +133,7 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
-    if is_first_process() and (warning := estimator.warning(chosen.trainable)):
+    if is_local_main_process() and (warning := estimator.warning(chosen.trainable)):
         warn(warning)
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 

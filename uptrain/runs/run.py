@@ -28,6 +28,7 @@ from model.common.console import echo, size, warn
 from model.common.counts import counted, format_count
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
 from model.common.file_lock import FileLock
+from model.common.file_names import RUN_JSON
 from model.common.files import replace_file
 from model.common.printable import one_line
 from model.common.processes import pid_namespace, process_start
@@ -43,7 +44,7 @@ from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, identities
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN, RUN_STATE, Run, locked, read_run_state
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
@@ -106,7 +107,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         if is_at_end and on_main(accelerator, lambda: _is_finished(folder)):
             return FINISHED_BEFORE
         if changes:
-            on_main(accelerator, lambda: replace_file(folder / RUN, json_text(asdict(run))))
+            on_main(accelerator, lambda: replace_file(folder / RUN_JSON, json_text(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
         with _device_errors_as_run_error(accelerator):
