@@ -155,8 +155,8 @@ class TransformersLayer(ObservedLayer):
         (call,) = received
         n_kv_heads = self.n_kv_heads if weights is None else len(weights.k_CX) // self.head_dim
         step = self.n_kv_heads // n_kv_heads  # the class has its number of heads, with copies of shared ones
-        k_BTGD, v_BTGD = self._heads_of(call, "k")[:, :, ::step], call.v.transpose(1, 2)[:, :, ::step]
-        return self._heads_of(call, "q"), k_BTGD, v_BTGD
+        k_BTKD, v_BTKD = self._heads_of(call, "k")[:, :, ::step], call.v.transpose(1, 2)[:, :, ::step]
+        return self._heads_of(call, "q"), k_BTKD, v_BTKD
 
     @contextmanager
     def _unclipped(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ r"""Compute attention over grouped heads: MHA, GQA and MQA are one computation.
       k0  k1  k2  k3                   k0      k1                   k0
 
 Query head h reads K/V head h // heads_per_group. Letters: B batch, T query tokens, S key tokens (with a KV cache more
-than T), H query heads, G groups (= K/V heads), K query heads in a group, D head_dim.
+than T), H query heads, K K/V heads, J query heads in a group, D head_dim.
 """
 
 import inspect
@@ -37,15 +37,15 @@ class Mask:
     """With `boundaries`: number of tokens that a query attends to, itself included."""
 
 
-def attend(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor:
+def attend(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask) -> Tensor:
     """Return softmax(q kᵀ / √D) v for every head, [B, T, H, D]."""
     if mask.boundaries is not None:
-        return _variable_length(q_BTHD, k_BSGD, v_BSGD, mask.boundaries, mask.window)
+        return _variable_length(q_BTHD, k_BSKD, v_BSKD, mask.boundaries, mask.window)
     if mask.segments is not None:
-        return by_segment(q_BTHD, k_BSGD, v_BSGD, mask.segments)
+        return by_segment(q_BTHD, k_BSKD, v_BSKD, mask.segments)
     if q_BTHD.shape[1] == 1:
-        return _one_token(q_BTHD, k_BSGD, v_BSGD, mask)
-    return _all_tokens(q_BTHD, k_BSGD, v_BSGD, mask.allowed_B1TS)
+        return _one_token(q_BTHD, k_BSKD, v_BSKD, mask)
+    return _all_tokens(q_BTHD, k_BSKD, v_BSKD, mask.allowed_B1TS)
 
 
 def has_packed_attention(x: Tensor, head_dim: int) -> bool:
@@ -78,32 +78,32 @@ def gpu_has_flash_attention(device: torch.device | None = None) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _all_tokens(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:
-    q_BHTD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))
-    heads_per_group = q_BHTD.shape[1] // k_BGSD.shape[1]
+def _all_tokens(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, allowed_B1TS: Tensor | None) -> Tensor:
+    q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BSKD, v_BSKD))
+    heads_per_group = q_BHTD.shape[1] // k_BKSD.shape[1]
     # Without flash, or with a mask, `enable_gqa` selects the kernel with S² memory (pytorch issues 139586, 181528).
     grouped = heads_per_group > 1 and allowed_B1TS is None and has_flash_attention(q_BHTD, q_BHTD.shape[3])
     if heads_per_group > 1 and not grouped:
-        k_BGSD, v_BGSD = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGSD, v_BGSD))
+        k_BKSD, v_BKSD = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BKSD, v_BKSD))
     out_BHTD = F.scaled_dot_product_attention(
-        q_BHTD, k_BGSD, v_BGSD, attn_mask=allowed_B1TS, is_causal=allowed_B1TS is None, enable_gqa=grouped
+        q_BHTD, k_BKSD, v_BKSD, attn_mask=allowed_B1TS, is_causal=allowed_B1TS is None, enable_gqa=grouped
     )
     return out_BHTD.transpose(1, 2)
 
 
-def _one_token(q_B1HD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Mask) -> Tensor:
+def _one_token(q_B1HD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask) -> Tensor:
     """Attend with one query token. The heads of a group take the token axis, so each K/V head is read once."""
     batch, _, n_heads, head_dim = q_B1HD.shape
-    out_BGKD: Tensor
-    q_BGKD = q_B1HD.view(batch, k_BSGD.shape[2], -1, head_dim)
-    k_BGSD, v_BGSD = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+    out_BKJD: Tensor
+    q_BKJD = q_B1HD.view(batch, k_BSKD.shape[2], -1, head_dim)
+    k_BKSD, v_BKSD = k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     if q_B1HD.is_cpu:  # torch's kernel copies all keys to scale them
-        scores_BGKS = (q_BGKD * head_dim**-0.5) @ k_BGSD.mT
-        exclude(scores_BGKS, mask.allowed_B1TS, mask.n_keys)
-        out_BGKD = scores_BGKS.softmax(dim=-1, dtype=torch.float32).to(v_BGSD.dtype) @ v_BGSD
+        scores_BKJS = (q_BKJD * head_dim**-0.5) @ k_BKSD.mT
+        exclude(scores_BKJS, mask.allowed_B1TS, mask.n_keys)
+        out_BKJD = scores_BKJS.softmax(dim=-1, dtype=torch.float32).to(v_BKSD.dtype) @ v_BKSD
     else:
-        out_BGKD = F.scaled_dot_product_attention(q_BGKD, k_BGSD, v_BGSD, attn_mask=mask.allowed_B1TS)
-    return out_BGKD.reshape(batch, 1, n_heads, head_dim)
+        out_BKJD = F.scaled_dot_product_attention(q_BKJD, k_BKSD, v_BKSD, attn_mask=mask.allowed_B1TS)
+    return out_BKJD.reshape(batch, 1, n_heads, head_dim)
 
 
 def exclude(scores: Tensor, allowed: Tensor | None, n_keys: int | None) -> None:
@@ -116,10 +116,10 @@ def exclude(scores: Tensor, allowed: Tensor | None, n_keys: int | None) -> None:
         scores[..., : allowed.shape[-1]].masked_fill_(~allowed, float("-inf"))
 
 
-def by_segment(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
+def by_segment(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
     """Attend document by document: exact, with Σ length² work instead of T²."""
     slices = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
-    out = [_all_tokens(q_BTHD[part], k_BSGD[part], v_BSGD[part], None)[0] for part in slices]
+    out = [_all_tokens(q_BTHD[part], k_BSKD[part], v_BSKD[part], None)[0] for part in slices]
     return torch.cat(out).view(q_BTHD.shape)
 
 
@@ -134,7 +134,7 @@ def exclude_segments_from_compilation() -> None:
 
 
 def _variable_length(
-    q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, boundaries: Tensor, window: int | None
+    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, boundaries: Tensor, window: int | None
 ) -> Tensor:  # fmt: skip
     """Attend document by document in one kernel (variable-length flash attention)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -142,14 +142,14 @@ def _variable_length(
     longest = q_BTHD.shape[1]
     out = varlen_attn(
         q_BTHD.flatten(0, 1),
-        k_BTGD.flatten(0, 1),
-        v_BTGD.flatten(0, 1),
+        k_BTKD.flatten(0, 1),
+        v_BTKD.flatten(0, 1),
         cu_seq_q=boundaries,
         cu_seq_k=boundaries,
         max_q=longest,
         max_k=longest,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_BTHD.shape[2] != k_BTGD.shape[2],
+        enable_gqa=q_BTHD.shape[2] != k_BTKD.shape[2],
     )
     assert isinstance(out, Tensor)
     return out.view(q_BTHD.shape)

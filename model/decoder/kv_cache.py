@@ -1,6 +1,6 @@
 """Store keys and values in a KV cache with only `n_kv_heads` heads: the purpose of GQA.
 
-Letters: B batch, T new tokens, S tokens so far, G K/V heads, D head_dim; R room, tokens that fit into the memory
+Letters: B batch, T new tokens, S tokens so far, K K/V heads, D head_dim; R room, tokens that fit into the memory
 allocated so far.
 """
 
@@ -15,27 +15,27 @@ reads all of the room: 1.125 makes both cheap."""
 
 
 class LayerCache:
-    """One layer's keys and values, [B, G, R, D] each; with latent attention the rotated key and the latent."""
+    """One layer's keys and values, [B, K, R, D] each; with latent attention the rotated key and the latent."""
 
     def __init__(
         self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.k_BGRD, self.v_BGRD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.k_BKRD, self.v_BKRD = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
 
     def grow(self, room: int) -> None:
         """Make room for so many tokens. New room is zero: a weight of zero does not remove a NaN."""
-        self.k_BGRD, self.v_BGRD = (_grown(old_BGRD, room) for old_BGRD in (self.k_BGRD, self.v_BGRD))
+        self.k_BKRD, self.v_BKRD = (_grown(old_BKRD, room) for old_BKRD in (self.k_BKRD, self.v_BKRD))
 
-    def store(self, start: int, k_BTGD: Tensor, v_BTGD: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-        """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, G, D].
+    def store(self, start: int, k_BTKD: Tensor, v_BTKD: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """Write new tokens at position `start`, and return the keys and values of all tokens so far, [B, S, K, D].
 
-        `whole`: return the room behind them too, [B, R, G, D].
+        `whole`: return the room behind them too, [B, R, K, D].
         """
-        stop = start + k_BTGD.shape[1]
-        self.k_BGRD[:, :, start:stop] = k_BTGD.transpose(1, 2)
-        self.v_BGRD[:, :, start:stop] = v_BTGD.transpose(1, 2)
+        stop = start + k_BTKD.shape[1]
+        self.k_BKRD[:, :, start:stop] = k_BTKD.transpose(1, 2)
+        self.v_BKRD[:, :, start:stop] = v_BTKD.transpose(1, 2)
         end = None if whole else stop
-        return self.k_BGRD[:, :, :end].transpose(1, 2), self.v_BGRD[:, :, :end].transpose(1, 2)
+        return self.k_BKRD[:, :, :end].transpose(1, 2), self.v_BKRD[:, :, :end].transpose(1, 2)
 
 
 class KVCache:
@@ -67,7 +67,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(layer.k_BGRD.nbytes + layer.v_BGRD.nbytes for layer in self.layers)
+        return sum(layer.k_BKRD.nbytes + layer.v_BKRD.nbytes for layer in self.layers)
 
     def make_room(self, new: int) -> None:
         """Allocate memory for `new` more tokens. Raises ValueError if they exceed the capacity."""
@@ -80,10 +80,10 @@ class KVCache:
                 layer.grow(self._room)
 
 
-def _grown(old_BGRD: Tensor, room: int) -> Tensor:
-    batch, heads, before, size = old_BGRD.shape
+def _grown(old_BKRD: Tensor, room: int) -> Tensor:
+    batch, heads, before, size = old_BKRD.shape
     # A cache that grows in inference mode can be used outside of it too.
     with torch.inference_mode(False), torch.no_grad():
-        new_BGRD = old_BGRD.new_zeros(batch, heads, room, size)
-        new_BGRD[:, :, :before] = old_BGRD
-    return new_BGRD
+        new_BKRD = old_BKRD.new_zeros(batch, heads, room, size)
+        new_BKRD[:, :, :before] = old_BKRD
+    return new_BKRD

@@ -49,11 +49,11 @@ class Attention(nn.Module):
     def forward(self, x_BTM: Tensor, rotation: Rotation, mask: Mask, cache: LayerCache | None, start: int) -> Tensor:
         heads = (*x_BTM.shape[:2], -1, self.head_dim)
         q_BTHD = rotate(self.q_proj(x_BTM).view(heads), *rotation)
-        k_BTGD = rotate(self.k_proj(x_BTM).view(heads), *rotation)
-        v_BTGD = self.v_proj(x_BTM).view(heads)
+        k_BTKD = rotate(self.k_proj(x_BTM).view(heads), *rotation)
+        v_BTKD = self.v_proj(x_BTM).view(heads)
         if cache is not None:
-            k_BTGD, v_BTGD = cache.store(start, k_BTGD, v_BTGD, whole=mask.n_keys is not None)
-        out_BTHD = attend(q_BTHD, k_BTGD, v_BTGD, mask)
+            k_BTKD, v_BTKD = cache.store(start, k_BTKD, v_BTKD, whole=mask.n_keys is not None)
+        out_BTHD = attend(q_BTHD, k_BTKD, v_BTKD, mask)
         out_BTM: Tensor = self.o_proj(out_BTHD.flatten(2))
         return out_BTM
 

@@ -67,10 +67,10 @@ def observe_attention(model_type: str, attention: Any, observer: Observer) -> It
         hook.remove()
 
 
-def attention_weights(call: ObservedCall, q_HSD: Tensor, k_GTD: Tensor, at_S: Tensor) -> Tensor:
+def attention_weights(call: ObservedCall, q_HSD: Tensor, k_KTD: Tensor, at_S: Tensor) -> Tensor:
     """Return the weights, [H, S, T], that an observed attention gives to rotated queries at the positions `at_S`."""
-    logits_GNT = q_HSD.reshape(len(k_GTD), -1, q_HSD.shape[2]) @ k_GTD.mT
-    logits_1HST = logits_GNT.view(1, *q_HSD.shape[:2], k_GTD.shape[1])
+    logits_KNT = q_HSD.reshape(len(k_KTD), -1, q_HSD.shape[2]) @ k_KTD.mT
+    logits_1HST = logits_KNT.view(1, *q_HSD.shape[:2], k_KTD.shape[1])
     return call.softmax(logits_1HST, call.mask[:1, :, at_S])[0]
 
 

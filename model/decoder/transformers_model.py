@@ -1,6 +1,6 @@
 """Wrap transformers' own classes in the interface of `model.decoder.llama`, for families without native code.
 
-Code that needs only logits and losses (calibration, evaluation, a teacher) works with both.
+Code that needs only logits and losses (training, evaluation, a teacher) works with both.
 """
 
 import functools

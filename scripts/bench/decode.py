@@ -78,11 +78,11 @@ class Decoding:
         self.cache.make_room(room if compiled == "both" else context)
         shape = (batch, context, ours.config.n_kv_heads, ours.config.head_dim)
         for index, layer in enumerate(self.cache.layers):
-            k_BSGD, v_BSGD = (torch.randn(shape, device=self.device, dtype=theirs.dtype) for _ in range(2))
-            layer.store(0, k_BSGD, v_BSGD, whole=False)
-            self.their_cache.update(k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), index)
+            k_BSKD, v_BSKD = (torch.randn(shape, device=self.device, dtype=theirs.dtype) for _ in range(2))
+            layer.store(0, k_BSKD, v_BSKD, whole=False)
+            self.their_cache.update(k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), index)
         self.cache.length = context
-        self.cached_bytes = 2 * len(self.cache.layers) * k_BSGD.nbytes
+        self.cached_bytes = 2 * len(self.cache.layers) * k_BSKD.nbytes
         weights = (p.nbytes for name, p in theirs.named_parameters() if "embed_tokens" not in name)
         self.read_bytes = self.cached_bytes + sum(weights)
         self.our_ids = self.their_ids = torch.randint(0, ours.config.vocab_size, (batch,), device=self.device)

@@ -83,8 +83,8 @@ class _Run:
         self.cache = KVCache(self.model.config, options.batch, room, dtype, options.device)
         self.cache.make_room(options.context)
         for layer in self.cache.layers:
-            layer.k_BGRD.normal_()
-            layer.v_BGRD.normal_()
+            layer.k_BKRD.normal_()
+            layer.v_BKRD.normal_()
         self.cache.length = options.context
         self.numbers = sum(heads * size for heads, size in self.model.config.cached_shapes)
         n_tokens = options.batch * options.context * len(self.cache.layers)

@@ -21,20 +21,20 @@ from model.decoder.masks import document_mask
 HALF = (torch.float16, torch.bfloat16)
 
 
-def kernel(q_NHD, k_NGD, v_NGD, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+def kernel(q_NHD, k_NKD, v_NKD, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
     """The contract of torch.nn.attention.varlen.varlen_attn, for the window sizes (n, 0): n tokens back, -1 for all."""
-    assert enable_gqa == (q_NHD.shape[1] != k_NGD.shape[1])
+    assert enable_gqa == (q_NHD.shape[1] != k_NKD.shape[1])
     assert cu_seq_q is cu_seq_k
     assert cu_seq_q.dtype == torch.int32
     lengths = cu_seq_q.diff().tolist()
     assert cu_seq_q[0] == 0
-    assert sum(lengths) == len(q_NHD) == len(k_NGD)
+    assert sum(lengths) == len(q_NHD) == len(k_NKD)
     assert 0 < max(lengths) <= max_q == max_k
     back, ahead = window_size
     assert ahead == 0
     out = []
-    for q_THD, k_TGD, v_TGD in zip(*(x.split(lengths) for x in (q_NHD, k_NGD, v_NGD)), strict=True):
-        k_THD, v_THD = (x.float().repeat_interleave(q_THD.shape[1] // x.shape[1], dim=1) for x in (k_TGD, v_TGD))
+    for q_THD, k_TKD, v_TKD in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
+        k_THD, v_THD = (x.float().repeat_interleave(q_THD.shape[1] // x.shape[1], dim=1) for x in (k_TKD, v_TKD))
         scores_HTT = torch.einsum("thd,shd->hts", q_THD.float(), k_THD) * q_THD.shape[2] ** -0.5
         index_T = torch.arange(len(q_THD))
         distance_TT = index_T[:, None] - index_T
@@ -43,10 +43,10 @@ def kernel(q_NHD, k_NGD, v_NGD, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size
     return torch.cat(out).to(q_NHD.dtype)
 
 
-def strict_kernel(q_NHD, k_NGD, v_NGD, *more, **options):
-    assert q_NHD.dtype == k_NGD.dtype == v_NGD.dtype
+def strict_kernel(q_NHD, k_NKD, v_NKD, *more, **options):
+    assert q_NHD.dtype == k_NKD.dtype == v_NKD.dtype
     assert q_NHD.dtype in HALF
-    return kernel(q_NHD, k_NGD, v_NGD, *more, **options)
+    return kernel(q_NHD, k_NKD, v_NKD, *more, **options)
 
 
 @given(st.data())
@@ -59,11 +59,11 @@ def test_packed_is_the_masked_attention(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     documents_BT = torch.randint(0, 2, (batch, n_tokens), generator=generator).cumsum(1)
     q_BTHD = torch.randn(batch, n_tokens, groups * heads_per_group, 8, generator=generator)
-    k_BTGD, v_BTGD = torch.randn(2, batch, n_tokens, groups, 8, generator=generator)
+    k_BTKD, v_BTKD = torch.randn(2, batch, n_tokens, groups, 8, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
-        packed = attend(q_BTHD, k_BTGD, v_BTGD, document_mask(documents_BT, window, packed=True))
-    dense = attend(q_BTHD, k_BTGD, v_BTGD, document_mask(documents_BT, window, dense=True))
+        packed = attend(q_BTHD, k_BTKD, v_BTKD, document_mask(documents_BT, window, packed=True))
+    dense = attend(q_BTHD, k_BTKD, v_BTKD, document_mask(documents_BT, window, dense=True))
     torch.testing.assert_close(packed, dense, atol=2e-6, rtol=1e-5)
 
 
