@@ -123,4 +123,6 @@ def check_index(index: Path, tensors: Mapping[str, Iterable[str]], table: dict[s
             raise CheckpointError(f"{index} puts the tensor {name} in {file}, which does not hold it.")
     for name, file in file_of.items():
         if name not in table:
-            raise CheckpointError(f"{index.parent / file} holds the tensor {name}, which {index.name} does not name.")
+            raise CheckpointError(
+                f"{index.parent / file} holds the tensor {name}, which {index.name} does not name; download both again."
+            )

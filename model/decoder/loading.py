@@ -185,7 +185,16 @@ def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) 
     """Raise CheckpointError if a layer has a tensor that is not `known` from its config.json, such as a bias."""
     for name in checkpoint.tensors:
         if name.startswith(prefix) and name not in known and not is_rope_buffer(name):
-            raise CheckpointError(f"{checkpoint.path} holds the tensor {name}, unknown to its config.json.")
+            raise CheckpointError(
+                f"{checkpoint.path} holds the tensor {name}, unknown to its config.json{bias_advice(name)}."
+            )
+
+
+def bias_advice(name: str) -> str:
+    """Return what to correct in `config.json` where it does not know a bias; "" for another tensor."""
+    return (
+        "; correct model_type, or the setting of its biases (attention_bias, mlp_bias)" if name.endswith("bias") else ""
+    )
 
 
 def embedding_name(checkpoint: Checkpoint) -> str:
@@ -221,7 +230,8 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}{_and_more(missing)}.")
     if unexpected:
         raise CheckpointError(
-            f"{checkpoint.path} holds the tensor {unexpected[0]}{_and_more(unexpected)}, unknown to its config.json."
+            f"{checkpoint.path} holds the tensor {unexpected[0]}{_and_more(unexpected)}, unknown to its config.json"
+            f"{bias_advice(unexpected[0])}."
         )
     return names
 

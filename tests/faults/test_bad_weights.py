@@ -347,7 +347,10 @@ def test_an_archive_of_nemo(refuse, tmp_path):
 def test_biases_that_the_config_does_not_declare(convert, tmp_path):
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, attention_bias=True), tmp_path / "source"), 300)
     tiny.edit_config(folder, attention_bias=False)
-    tensor, reason = "holds the tensor model.layers.0.self_attn.k_proj.bias", "unknown to its config.json"
+    tensor, reason = (
+        "holds the tensor model.layers.0.self_attn.k_proj.bias",
+        "unknown to its config.json; correct model_type, or the setting of its biases",
+    )
     calibrated = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
     calibrated.refused(f"{tensor}, {reason}")
     convert("mha-to-mla", folder, tmp_path / "out", "--calibration", "none").refused(tensor, reason)
