@@ -65,6 +65,12 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     of_ids = "or give a text of token ids with --calibration"
     advice = f"{save}, {of_ids}"
     refusal = f"{checkpoint.path} has no {TOKENIZER_JSON}, which calibrating needs"
+    for name in (TOKENIZER_JSON, *VOCABULARIES):  # transformers would write the tokenizer to where the link leads
+        if (checkpoint.config_folder / name).is_symlink() and name not in checkpoint.side_files:
+            raise UnsupportedMethodError(
+                f"{checkpoint.config_folder / name}, which calibrating needs, is a link out of the folder, which is "
+                f"not followed; put the file itself there, or give a text of token ids with --calibration."
+            )
     if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
         name, commit = origin_of(checkpoint.path)
         if commit is not None and not has_tokenizer(checkpoint.side_files):

@@ -3,25 +3,18 @@
 The card contains no times and no paths, so the same conversion gives the same bytes.
 """
 
-import re
-
 from convert.merging.methods import LAYER_METHODS
 from convert.merging.recipe import Recipe
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_DETAILS, UPTRAINING_RECORD
+from model.common.front_matter import of_derived_model
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, read_content
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
-_FRONT_MATTER = re.compile(rb"---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-_ENTRY = {
-    key: re.compile(rb"^%b:.*\n(?:[ \t-].*\n|\r?\n)*" % key.encode(), re.MULTILINE)
-    for key in ("base_model", "model-index")
-}
-"""A key of the front matter, and the lines of its value: those that are indented, or of a list."""
 _OF_THE_BASE_MODEL = (
     b"> The text below describes the base model. What was changed is [at the end](#conversion-by-groupwise).\n\n"
 )
@@ -47,19 +40,12 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
 
 
 def _of_another_model(card: bytes, origin: Origin) -> bytes:
-    """Return a card that says that its text describes the base model, and names it, if the hub has it.
-
-    Of the front matter, YAML between two lines `---`, the base model's measurements (`model-index`) are left out.
-    """
-    front, text = (match[1], card[match.end() :]) if (match := _FRONT_MATTER.match(card)) else (b"", card)
+    """Return a card that says that its text describes the base model, and names it, if the hub has it."""
     name, revision = origin
-    front = _ENTRY["model-index"].sub(b"", front)
-    if revision:
-        front = f"base_model: {name}\n".encode() + _ENTRY["base_model"].sub(b"", front)
-    text = text.lstrip()
+    front, text = of_derived_model(card, name if revision else None)
     if text and not text.startswith(_OF_THE_BASE_MODEL):
         text = _OF_THE_BASE_MODEL + text
-    return b"---\n" + front + b"---\n\n" + text if front else text
+    return front + text
 
 
 def _front_matter(origin: Origin, tags: list[str]) -> str:

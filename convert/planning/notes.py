@@ -8,7 +8,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.tokenizer import has_tokenizer
+from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, has_tokenizer
 from model.families import Family, find_family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
@@ -51,7 +51,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_vocabulary(checkpoint), *partly_cached(checkpoint),
+        *_linked_tokenizer(checkpoint), *_vocabulary(checkpoint), *partly_cached(checkpoint),
     )  # fmt: skip
 
 
@@ -119,6 +119,13 @@ def check_vocabulary(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if transformers could open neither the source nor the output, for its vocabulary's size."""
     for problem in _vocabulary(checkpoint):
         raise CheckpointError(problem)
+
+
+def _linked_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note if OUT will lack the tokenizer, because it is a link that is not followed."""
+    for name in (TOKENIZER_JSON, *VOCABULARIES):
+        if (checkpoint.config_folder / name).is_symlink() and name not in checkpoint.side_files:
+            yield f"{name} is a link out of SOURCE and is not copied; put the file itself there, or into OUT."
 
 
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:

@@ -61,6 +61,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8."""
     path = folder / "config.json"
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path} is a dangling symlink to {path.readlink()}; copy the folder with its files (cp -rL), or give the "
+            "folder that it was copied from."
+        )
     if not path.is_file():
         is_gguf = folder.suffix == ".gguf" and folder.is_file()
         if is_gguf or any(folder.glob("consolidated.*.pth")):

@@ -10,7 +10,10 @@ import pytest
 import tiny
 import torch
 import torch_files
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.common.front_matter import of_derived_model
 
 LAYOUTS = {
     "plain": {},
@@ -178,6 +181,24 @@ def test_the_card_of_a_model_of_the_hub(convert, source, tmp_path):
         card = (out / "README.md").read_text()
         assert card.startswith(f"---\n{expected}---\n")
         assert "# Its card\n---\nmodel-index: this stays\n" in card
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "base_model: [\n  some/parent\n]\nmodel-index: [\n{name: x},\n]\n",
+        "# of the base\nbase_model: some/parent\n# its numbers\nmodel-index:\n- name: x\n# more\n  results: []\n",
+        "'base_model': some/parent\n\"model-index\" : []\n",
+        "base_model : >-\n  some/parent\n\nmodel-index:\n\n- name: x\n",
+    ],
+)
+@pytest.mark.parametrize("before", ["", "\n", "\ufeff\n"])
+def test_front_matter_of_any_form_stays_yaml(entries, before):
+    card = f"{before}---\nlicense: mit\n{entries}tags: [a]\nlibrary_name: transformers\n---\n# Its card\n"
+    front, text = of_derived_model(card.encode(), "owner/name")
+    expected = {"base_model": "owner/name", "license": "mit", "tags": ["a"], "library_name": "transformers"}
+    assert yaml.safe_load(front.decode().replace("---", "")) == expected
+    assert text == b"# Its card\n"
 
 
 def test_index_has_the_true_size(convert, source, tmp_path):

@@ -185,6 +185,7 @@ def test_dcp_out_is_where_its_config_is(convert, tmp_path):
     tensors = {f"model.student.{n}": t for n, t in model.state_dict().items()}
     path = write_dcp(run / "checkpoints/step-00000001/tensors", tensors)
     tiny.save(model, run / "model")
+    (run / "run.json").write_text("{}")
     before = tiny.snapshot(run)
     convert("mha-to-mqa", "--method", "mean", path, run / "model", "--overwrite").refused("holds files of SOURCE")
     assert tiny.snapshot(run) == before

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -95,6 +96,26 @@ def test_a_snapshot_of_the_hub_is_whole_but_links_elsewhere_are_not_followed(con
     assert (tmp_path / "out/sub/notes.txt").read_text() == "notes"
     assert (tmp_path / "out/tokenizer.json").is_file()
     assert SECRET not in all_bytes(tmp_path / "out")
+
+
+def test_a_copied_snapshot_whose_links_dangle(convert, uptrain, tmp_path):
+    copied = shutil.copytree(hub_cache(tmp_path), tmp_path / "copied", symlinks=True)
+    words = f"{copied}/config.json is a dangling symlink to", "copy the folder with its files (cp -rL)"
+    convert("inspect", copied).refused(*words)
+    uptrain("plan", copied, "--steps", 4).refused(*words)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_tokenizer_that_is_a_link_is_said_to_be_one(convert, source, tmp_path, name):
+    """To save it there, as the advice for a missing one is, would write to where the link leads."""
+    elsewhere = make_tokenizer(tmp_path / "elsewhere", 300) / "tokenizer.json"
+    (source / "tokenizer.json").unlink()
+    (source / name).symlink_to(elsewhere)
+    words = f"{source / name}, which calibrating needs, is a link out of the folder"
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024).refused(words)
+    result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN, "--json").succeeded()
+    (note,) = json.loads(result.out)["notes"]
+    assert note == f"{name} is a link out of SOURCE and is not copied; put the file itself there, or into OUT."
 
 
 def test_a_folder_in_a_snapshot(convert, tmp_path):

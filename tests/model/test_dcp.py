@@ -175,6 +175,7 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
     tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()
+    (run / "run.json").write_text("{}")
     trained = AutoModelForCausalLM.from_pretrained(source)
     trained.load_state_dict(loss_module.student.state_dict(), strict=not tied)
     assert not torch.equal(trained.lm_head.weight, tiny.build(tie_word_embeddings=tied).lm_head.weight)
@@ -187,6 +188,7 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
 def test_where_config_is_found(convert, tmp_path, where):
     model = tiny.build()
     path = write_dcp(tmp_path / "run/checkpoints/step-00000012/tensors", prefixed(model.state_dict(), "model.student."))
+    (tmp_path / "run/run.json").write_text("{}")
     home = {"here": path, "above": path.parent, "run": tmp_path / "run/model"}[where]
     convert("inspect", path).refused(
         "needs the model's config.json", str(path), str(path.parent), "run/model", "copy it"
@@ -205,11 +207,22 @@ def test_where_config_is_found(convert, tmp_path, where):
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
     assert set(summary["side_files"]) == files
+    elsewhere = [f"config.json, and the files beside it, are those of {home}, since {path} has none."]
+    assert summary["notes"] == ([] if where == "here" else elsewhere)
     convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).succeeded()
     convert("verify", path, tmp_path / "out").succeeded()
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8
     if where != "above":
         convert("inspect", path.parent).refused("itself holds no weights", "name the folder of its tensors", str(path))
+
+
+@pytest.mark.parametrize("place", ["x/y/z/dcp", "x/checkpoints/step-00000012/tensors"])
+def test_a_folder_called_model_is_a_runs_only_in_a_run(convert, tmp_path, place):
+    """Three levels up, it may be any other model's."""
+    path = write_dcp(tmp_path / place, tiny.build().state_dict())
+    tiny.save(tiny.build(), tmp_path / "x/model")
+    result = convert("inspect", path).refused("needs the model's config.json", str(path.parent))
+    assert str(tmp_path / "x/model") not in result.err
 
 
 def test_a_project_around_the_checkpoint_is_not_copied(convert, tmp_path):

@@ -273,6 +273,11 @@ def test_the_card_of_a_model_that_has_none(tmp_path, name, base):
     record["settings"]["model"] = name
     card = model_card(inputs["model"], record).decode()
     assert "The text above describes the model before this training, which changed all weights." in card
+    (inputs["model"] / "README.md").write_text(
+        "---\nbase_model: a/b\nmodel-index:\n- name: x\ntags: [c]\n---\n# Card\n"
+    )
+    described = model_card(inputs["model"], record).decode()
+    assert described.startswith(f"---\n{base or 'base_model: a/b' + chr(10)}tags: [c]\n---\n\n# Card\n")
     (inputs["model"] / "README.md").unlink()
     card = model_card(inputs["model"], record).decode()
     assert card.startswith(f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---\n")

@@ -10,6 +10,7 @@ from model.checkpoint.formats.dcp.names import FrameworkNames
 from model.checkpoint.formats.dcp.olmo_core import is_olmo_core, olmo2_config
 from model.checkpoint.tensor import TensorInfo
 from model.common.errors import CheckpointError
+from model.common.file_names import RUN_JSON
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ def find_config_source(path: Path, framework: FrameworkNames | None, tensors: It
 
     OLMo-core's own config.json is read if there is no Hugging Face one. Raises CheckpointError if there is neither.
     """
-    above = path.absolute().parents
-    places = [path, above[0], *(parent / "model" for parent in above[2:3])]
+    places = [path, path.absolute().parent, *_model_of_run(path.absolute())]
     olmo_core = []
     for place in places:
         if (place / "config.json").is_file():
-            source = ConfigSource(place, *hf_folder.read_config(place))
+            elsewhere = f"config.json, and the files beside it, are those of {place}, since {path} has none."
+            source = ConfigSource(place, *hf_folder.read_config(place), () if place == path else (elsewhere,))
             if not is_olmo_core(source.config):
                 return source
             olmo_core.append(source)
@@ -46,3 +47,12 @@ def find_config_source(path: Path, framework: FrameworkNames | None, tensors: It
         f"{path} {kind}, which needs the model's config.json{which}; it is in none of "
         f"{', '.join(map(str, places))}: copy it, with the tokenizer's files, into the first."
     )
+
+
+def _model_of_run(path: Path) -> list[Path]:
+    """Return RUN/model, if the path is RUN/checkpoints/step-…/tensors of an uptraining run."""
+    if len(path.parents) < 3:
+        return []
+    step, checkpoints, run = path.parents[:3]
+    is_run = path.name == "tensors" and step.name.startswith("step-") and checkpoints.name == "checkpoints"
+    return [run / "model"] if is_run and (run / RUN_JSON).is_file() else []

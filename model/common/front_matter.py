@@ -1,0 +1,26 @@
+"""Read and change the front matter of a model card: YAML between two lines `---` at the beginning of `README.md`."""
+
+import re
+
+_FRONT_MATTER = re.compile(rb"(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+"""huggingface_hub, too, finds it after empty lines and a byte order mark."""
+_TO_THE_NEXT_KEY = rb".*\n(?:(?![\"']?\w[\w .-]*[\"']?[ \t]*:).*\n)*"
+
+
+def of_derived_model(card: bytes, base_model: str | None) -> tuple[bytes, bytes]:
+    """Return front matter for a model derived from the card's, and the card's text.
+
+    It names `base_model`, a name on the hub, as the base model; None leaves the entry as it is. The measurements of the
+    base model (`model-index`) are left out. The front matter is empty if it would hold nothing.
+    """
+    front, text = (match[1], card[match.end() :]) if (match := _FRONT_MATTER.match(card)) else (b"", card)
+    front = _without(front, b"model-index")
+    if base_model:
+        front = f"base_model: {base_model}\n".encode() + _without(front, b"base_model")
+    return b"---\n" + front + b"---\n\n" if front else b"", text.lstrip()
+
+
+def _without(front: bytes, key: bytes) -> bytes:
+    """Return front matter without a key at its top level, and without the lines of its value, up to the next key."""
+    entry = rb"^[\"']?%b[\"']?[ \t]*:" % re.escape(key)
+    return re.sub(entry + _TO_THE_NEXT_KEY, b"", front, flags=re.MULTILINE)
