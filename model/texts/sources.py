@@ -4,7 +4,7 @@ PATH                          a file, a folder of files of one format, or a fold
 hub:NAME[:[CONFIG:]SPLIT]     a dataset of the Hugging Face hub
 
 In a folder, a .json file that does not begin as records do (a config, or dataset_info.json of `datasets`) is left out,
-and reported.
+and reported. So are subfolders of models, of runs and of what else `uptrain` writes.
 """
 
 import json
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.hf_folder import is_uptrain_output, weights_in
 from model.common.errors import InputError
 from model.common.files import check_name, home_problem, is_plain_name
 from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
+from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES
 from model.texts import NEED_PYARROW, READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
 
@@ -33,7 +35,7 @@ class TextFiles:
     """Name in `READERS`."""
     files: tuple[str, ...]
     ignored: tuple[str, ...] = ()
-    """Files of a folder that are left out: see `why_ignored`."""
+    """Files and subfolders of a folder that are left out: see `why_ignored`."""
 
 
 def find_files(name: str, option: str) -> TextFiles:
@@ -80,7 +82,7 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         return TextFiles(str(folder), ARROW, files)
     formats: dict[str | None, list[str]] = {}
     for path in _visible_files(folder):
-        is_special = path.exists() and not path.is_file()  # a pipe or a device
+        is_special = path.exists() and not path.is_file()  # a pipe, a device, or a folder without texts
         formats.setdefault(None if is_special else format_of(path.name), []).append(str(path))
     other = _set_aside(formats)
     ignored = (*formats.pop(None, ()), *other)
@@ -96,6 +98,8 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
 
 
 def why_ignored(file: str) -> str:
+    if Path(file).is_dir():
+        return "a model, a run, a token cache or logits"
     return "JSON, but not two or more lines of one object each" if _is_json(file) else "not a known format"
 
 
@@ -122,6 +126,8 @@ def _holds_records(path: str) -> bool:
 def _visible_files(folder: Path) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, in order, also behind links; hidden ones are left out.
 
+    Of a subfolder without texts (`_has_no_texts`), yield the folder itself.
+
     Raises InputError for a subfolder that cannot be read, or that links give a second path.
     """
     return _files_below(folder, 0, {})
@@ -143,10 +149,21 @@ def _files_below(folder: Path, level: int, seen: dict[Path, Path]) -> Iterator[P
     for path, is_folder in entries:
         if path.name.startswith("."):
             continue
-        if is_folder:
+        if is_folder and not _has_no_texts(path):
             yield from _files_below(path, level + 1, seen)
         else:
             yield path
+
+
+def _has_no_texts(folder: Path) -> bool:
+    """Return whether a folder is a model's, or one that `uptrain` made: a run, a token cache or logits."""
+    try:
+        if is_uptrain_output(folder):
+            return True
+        has_tokenizer = any((folder / name).is_file() for name in (TOKENIZER_JSON, *VOCABULARIES))
+        return (folder / "config.json").is_file() and (has_tokenizer or bool(weights_in(folder)))
+    except OSError:
+        return False  # which is an error where the folder is listed
 
 
 def _listed(path: Path, key: str) -> list[Any]:

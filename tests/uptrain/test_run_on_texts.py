@@ -3,6 +3,7 @@
 import json
 import multiprocessing.util
 import os
+import shutil
 import signal
 import tempfile
 
@@ -242,9 +243,28 @@ def test_files_that_are_left_out_are_named(uptrain, tmp_path):
     (texts / "notes.md").write_text("left out")
     run = ("run", model, "--data", texts, "--out", tmp_path / "run", "--steps", 1, "--lr", 1e-3, "--seq-len", 32)
     result = uptrain(*run, "--global-batch-tokens", 64).succeeded()
-    warning = f"Warning: --data: 1 files of an unknown format are left out, such as {texts / 'notes.md'}."
+    warning = f"Warning: --data: 1 files or folders that hold no texts are left out, such as {texts / 'notes.md'}."
     assert warning in result.err.splitlines()
     assert "1 documents" in result.err
+
+
+def test_runs_and_models_beside_the_texts_are_no_texts(uptrain, tmp_path, monkeypatch):
+    """Their metrics.jsonl and merges.txt would be trained on, or refused with advice for texts."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES * 20))
+    shutil.copytree(model, texts / "deep/model")
+    (texts / "deep/model/merges.jsonl").write_text("no text\n")
+    monkeypatch.chdir(texts)
+    run = ("run", model, "--data", ".", "--steps", 1, "--lr", 1e-3, "--seq-len", 32, "--global-batch-tokens", 64)
+    first = uptrain(*run, "--out", "run").succeeded()
+    assert "Warning: --data: 1 files or folders that hold no texts are left out, such as deep/model." in first.err
+    assert (texts / "run/metrics.jsonl").is_file()
+    again = uptrain(*run, "--out", "run2").succeeded()
+    assert "3 files or folders that hold no texts are left out, such as deep/model." in again.err
+    evaluated = uptrain("evaluate", model, "--data", ".", "--seq-len", 32, "--json").succeeded()
+    assert json.loads(evaluated.out)["targets"] > 0
 
 
 def test_an_uneven_step_is_refused_before_texts_are_tokenised(uptrain, tmp_path, monkeypatch):

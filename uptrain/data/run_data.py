@@ -117,7 +117,8 @@ def _build(options: PrepareOptions, quiet: bool) -> None:
     with interruptible(STARTS_AGAIN if options.temporary else CONTINUES):
         summary = prepare(options, quiet)
     if ignored := summary["ignored"]:
-        warn(f"{options.option}: {len(ignored):,} files of an unknown format are left out, such as {ignored[0]}.")
+        n = f"{len(ignored):,} files or folders that hold no texts"
+        warn(f"{options.option}: {n} are left out, such as {ignored[0]}.")
     if not quiet:
         where = "" if options.temporary else f" into {options.out}"
         echo(f"Tokenised{where}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)
