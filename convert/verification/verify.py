@@ -109,8 +109,8 @@ def _refuse_others(source: Checkpoint, out_path: Path) -> None:
         )
     if out_path.is_dir() and not (out_path / CONVERSION_RECORD).is_file() and earlier_conversion(source) is not None:
         raise CheckpointError(
-            f"{out_path} has no {CONVERSION_RECORD}, so it was not made by convert, but {source.path} was; the order "
-            "is convert verify SOURCE OUT."
+            f"{out_path} has no {CONVERSION_RECORD}, so it was not made by convert, or saved again by another program, "
+            f"but {source.path} was; the order is convert verify SOURCE OUT."
         )
     trained, known = out_path / UPTRAINING_RECORD, source.side_files.get(UPTRAINING_RECORD)
     if trained.is_file() and (known is None or not has_content(trained, known)):  # `to-hf` copies the source's

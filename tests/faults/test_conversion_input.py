@@ -152,7 +152,7 @@ def test_dangling_symlink_inside(refuse, source, name):
     name = next((n for n in names if n.startswith("model-00001")), name) if name.startswith("model") else name
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(source / "gone")
-    refuse(name if name != "config.json" else "no config.json")
+    refuse(f"{source / name} is a dangling symlink to {source / 'gone'}")
 
 
 def test_symlink_cycle(refuse, source):
@@ -176,11 +176,11 @@ def test_both_a_single_file_and_an_index(refuse, source):
 NO_OVERRIDE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
 
 
-def run_without_override(*arguments):
+def run_without_override(*arguments, program="convert"):
     prefix = NO_OVERRIDE if Path("/proc/self").stat().st_uid == 0 else []
     if prefix and (not shutil.which("setpriv") or subprocess.run([*prefix, "true"], check=False).returncode):
         pytest.skip("running as root, and setpriv cannot drop its override of permissions here")
-    command = [*prefix, sys.executable, "-m", "convert", *map(str, arguments)]
+    command = [*prefix, sys.executable, "-m", program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -202,6 +202,17 @@ def test_read_only_target(source, tmp_path):
     assert (result.returncode, result.stdout) == (2, "")
     assert "locked cannot be written to" in result.stderr
     assert not list(parent.iterdir())
+
+
+def test_a_run_that_may_not_be_written_is_not_resumed(distilled, tmp_path):
+    run = shutil.copytree(distilled, tmp_path / "run")
+    (run / ".lock").unlink(missing_ok=True)
+    run.chmod(0o555)
+    result = run_without_override("resume", run, program="uptrain")
+    run.chmod(0o755)
+    shutil.rmtree(run)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"Error: {run} cannot be written to (Permission denied), so it cannot be trained")
 
 
 def test_an_out_that_may_not_be_replaced_is_refused_before_the_work(source, tmp_path):

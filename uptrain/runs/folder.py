@@ -1,5 +1,6 @@
 """Read and lock a run's folder: its file names and the content of `run.json`. Needs no torch."""
 
+import errno
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,13 +77,20 @@ class Run:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[FileLock]:
-    """Lock a run against other trainings. Raises InputError if one is running there."""
+    """Lock a run against other trainings. Raises InputError if one is running there, or the run may not be written."""
     with ExitStack() as lock:
         try:
             file_lock = lock.enter_context(FileLock(folder / LOCK))
         except LockedError as error:
             see = f"`uptrain status {shlex.quote(str(folder))}`"
             raise InputError(f"{folder} is being trained by {error}; see {see}.") from error
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise InputError(
+                f"{folder} cannot be written to ({error.strerror}), so it cannot be trained further; `uptrain extend` "
+                "reads it only, and trains in another folder."
+            ) from error
         yield file_lock
 
 
