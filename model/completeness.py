@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from model.attention_layout import Attention
+from model.attention_layout import Attention, make_layout
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native, read_llama_config
-from model.families.family import Family, get_key
+from model.families.family import HeadNorms, get_key
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of an output head. The second is GPT-NeoX's."""
@@ -71,7 +71,7 @@ def check_complete(attention: Attention, checkpoint: Checkpoint, config: Mapping
     _check_layers(layers, checkpoint)
     if is_native(config):
         _check_native_layers(layers, checkpoint, config)
-    _check_norms(family, layers, checkpoint, config)
+    _check_norms(attention, layers, checkpoint, config)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
     holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
@@ -103,22 +103,22 @@ def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint,
 
 
 def _check_norms(
-    family: Family, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
+    attention: Attention, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError if a layer lacks the norm of its queries or its keys."""
-    norms = family.head_norms
-    if (
-        norms is None
-        or norms.layout == "none"
-        or (norms.switch is not None and get_key(config, norms.switch) is not True)
-    ):
+    """Raise CheckpointError if a layer lacks a norm of its queries or its keys."""
+    norms = attention.family.head_norms
+    if norms is None or (norms.switch is not None and get_key(config, norms.switch) is not True):
         return
-    first = "norms.0.weight" if norms.layout == "list" else "weight"
+    parts = [part for part in make_layout(attention.family, attention.sizes).shapes if _is_of_norm(part, norms)]
     for prefix, names in layers.items():
-        for module in family.attention:
-            for norm in (norms.query, norms.key):
-                if f"{module}.{norm}.{first}" not in names:
-                    raise _lacks(checkpoint, f"{prefix}{module}.{norm}.{first}")
+        for part in parts:
+            if part not in names:
+                raise _lacks(checkpoint, prefix + part)
+
+
+def _is_of_norm(part: str, norms: HeadNorms) -> bool:
+    is_norm = any(f".{norm}." in part for norm in (norms.query, norms.key))
+    return is_norm and (norms.kind == "layer" or not part.endswith(".bias"))  # RMSNorm has no bias
 
 
 def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:

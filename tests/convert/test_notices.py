@@ -58,7 +58,7 @@ def test_the_note_is_everywhere_and_nothing_runs(convert, source, tmp_path, monk
     [None, {}, [], "x", {"AutoTokenizer": ["tokenization_x.X", None]}, {"AutoModel": None}, {"AutoModel": 3}],
 )
 def test_no_note_where_no_model_s_code_is_named(auto_map):
-    rest = {"notes": (), "tensors": {}, "path": Path("model"), "side_files": {}}
+    rest = {"notes": (), "tensors": {}, "path": Path("model"), "config_folder": Path("model"), "side_files": {}}
     for config in ({"model_type": "llama", "auto_map": auto_map}, {"model_type": "llama"}):
         assert notes_of_checkpoint(SimpleNamespace(config=config, **rest), LLAMA) == ()
 

@@ -139,7 +139,7 @@ def test_a_tensor_that_is_missing_in_every_layer_is_refused(tmp_path, family, ch
     for missing in parts:
         left = {name: tensor for name, tensor in whole.items() if not name.endswith(missing)}
         save_file(left, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"lacks the tensor|incomplete|one of K and V|has no "):
+        with pytest.raises(CheckpointError, match=r"lacks the tensor|incomplete|one of K and V|is missing"):
             geometry_of(folder)
 
 
@@ -150,9 +150,6 @@ def test_layers_may_differ_in_kind(tmp_path):
     assert geometry_of(folder).n_layers == 2
 
 
-@pytest.mark.parametrize(
-    "missing", ["shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"]
-)
 def test_a_wrapper_without_its_head_is_refused(tmp_path):
     folder = tiny.save(tiny.build("llava"), tmp_path / "m")
     whole = tiny.tensors(folder)
@@ -166,6 +163,9 @@ def test_a_wrapper_without_its_head_is_refused(tmp_path):
     assert geometry_of(folder).n_layers == 2
 
 
+@pytest.mark.parametrize(
+    "missing", ["shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"]
+)
 def test_a_t5_without_its_embedding_or_a_final_norm_is_refused(tmp_path, missing):
     folder = tiny.save(t5(), tmp_path / "m")
     tensors = tiny.tensors(folder)

@@ -11,7 +11,7 @@ import tiny
 
 PLAN = (
     "--alpha", "0.05", "--original-tokens", "2T", "--lr", "1e-3", "--global-batch-tokens", "4M", "--seq-len", "4000",
-    "--teacher", "s", "--processes", "8",
+    "--teacher", "parent", "--processes", "8",
 )  # fmt: skip
 
 
@@ -20,7 +20,8 @@ def large(tmp_path_factory):
     """A folder with a tiny model of 32 layers and 32 heads, and a run of it that has finished."""
     folder = tmp_path_factory.mktemp("large")
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
-    tiny.save(tiny.build(intermediate_size=32, **shape), folder / "s")
+    for seed, name in enumerate(("s", "parent")):
+        tiny.save(tiny.build(seed=seed, intermediate_size=32, **shape), folder / name)
     records = [fake_runs.with_teacher(0, 5.0), *(fake_runs.step(n + 1, 3.0) for n in range(50))]
     records.append(fake_runs.with_teacher(50, 2.75))
     fake_runs.write_run(folder / "run", records, {"status": "finished", "step": 50, "reason": "finished", "pid": 1})
