@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.common.console import echo, size, warn
-from model.common.errors import InputError
 from model.common.machine import n_cores
-from model.language_model import read_language_config
 from model.texts.hub import HUB
-from uptrain.data.default_sizes import default_seq_len
+from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
+from uptrain.data.token_cache import MANIFEST, Manifest
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -105,12 +103,7 @@ def is_cache(data: Sequence[str]) -> bool:
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
     """Return the length of the windows of `ensure_cache`. Raises InputError if an existing cache has another."""
-    if not is_cache(data):
-        return seq_len or default_seq_len(read_language_config(tokenizer))
-    of_cache = TokenCache.open(Path(data[0])).seq_len
-    if seq_len not in (None, of_cache):
-        raise InputError(f"{data[0]} has windows of {of_cache} tokens, not {seq_len}; leave --seq-len out.")
-    return of_cache
+    return choose_seq_len(seq_len, Path(data[0]) if is_cache(data) else None, tokenizer)
 
 
 def _build(options: PrepareOptions, quiet: bool) -> None:
