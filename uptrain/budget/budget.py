@@ -9,11 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
+from uptrain.budget.conversion_record import merge_method
 from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.models.trainable_choices import TRAINABLE
@@ -129,6 +131,19 @@ def make_budget(
         alpha = steps * batch / original_tokens
     peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
+
+
+def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the default of `--trainable`: `attention` if Groupwise converted the attention, else `all`.
+
+    `attention` for any language model inside a wrapper, and `all` if the names of the model's attention are not known.
+    """
+    # imports numpy, which the command line does not need to start
+    from model.language_model import wrapper_of
+    from uptrain.models.trainable_parts import knows_attention
+
+    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
+    return "attention" if knows_attention(config) and is_part else "all"
 
 
 def repetition_warning(epochs: float) -> str | None:

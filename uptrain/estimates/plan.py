@@ -12,6 +12,7 @@ from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
     default_peak,
+    default_trainable,
     few_steps_warning,
     make_budget,
     peak_divisor,
@@ -19,7 +20,6 @@ from uptrain.budget.budget import (
     repetition_warning,
 )
 from uptrain.budget.conversion_record import (
-    default_trainable,
     merge_method,
     parent_advice,
     source_names,
