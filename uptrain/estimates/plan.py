@@ -15,7 +15,6 @@ from uptrain.budget.budget import (
     default_trainable,
     few_steps_warning,
     make_budget,
-    peak_divisor,
     rate_problem,
     repetition_warning,
 )
@@ -27,6 +26,7 @@ from uptrain.budget.conversion_record import (
     was_uptrained,
 )
 from uptrain.budget.identify import find_original, shape_warning
+from uptrain.budget.methods import find_facts, peak_divisor
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import Manifest
@@ -41,17 +41,6 @@ from uptrain.training.learning_rate import Schedule, decay_start, default_warmup
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
-BY_WEIGHTS = "above the parent's; in docs/study.md, it is below that of the mean on small Llamas, but not on SmolLM2"
-FIRST_LOSS = {
-    "mean": "far above the parent's, since heads were averaged that do not point in the same directions",
-    "first": "far above the parent's, since most heads were left out",
-    "random": "far above the parent's, since the K/V heads are random",
-    "aligned": BY_WEIGHTS,
-    "pca": BY_WEIGHTS,
-    "fit": "above the parent's; in docs/study.md, the default merge adds 1 to 15 % of the loss that the mean adds",
-    "latent": "above the parent's; docs/latent.md has figures of other models",
-}
-"""What to expect of the first loss, by the method of the conversion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +328,6 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
     measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
-    method = None if was_uptrained(model) else merge_method(model)
-    expected = f"{FIRST_LOSS[method]}. " if method in FIRST_LOSS else ""
+    facts = None if was_uptrained(model) else find_facts(merge_method(model))
+    expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"
