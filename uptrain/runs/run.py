@@ -43,7 +43,7 @@ from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.load import empty_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
-from uptrain.runs.fingerprints import check_same, check_same_data, identities
+from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
@@ -80,7 +80,7 @@ def start(
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
-    on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
+    on_main(accelerator, lambda: make_folder(settings, budget, run_fingerprints(settings), config_folder, out))
     with _locked_on_main(accelerator, out) as check_lock:
         checkpoints.check_lock = check_lock
         return train_run(out, settings, training, RunState(), None)
