@@ -41,8 +41,8 @@ def was_uptrained(folder: Path) -> bool:
     return (folder / UPTRAINING_RECORD).is_file()
 
 
-def parent_advice(model: Path) -> str | None:
-    """Return advice to distil from the parent of a model whose attention Groupwise changed; None for any other."""
+def no_teacher_warning(model: Path) -> str | None:
+    """Return a warning that a model whose attention Groupwise changed trains without its parent; None for any other."""
     merge = _last_merge(model)
     if merge is None:
         return None

@@ -49,24 +49,24 @@ def run_cache_folder(run: Path, what: str) -> Path:
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 
-def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
-    """Return a warning if `data` names far more texts than the tokens of a run, "" if not, or if `out` has them.
+def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str | None:
+    """Return a warning if `data` names far more texts than the tokens of a run; None if not, or if `out` has them.
 
     Datasets of the hub are not counted: that would download them.
     """
     if is_cache(data) or (out / MANIFEST).is_file():
-        return ""
+        return None
     nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data, "--data")), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
-        return ""
+        return None
     return (
         f"all of --data, {size(nbytes)}, is tokenised first, though the run reads only about {size(needed)} of it. "
         f"`uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
     )
 
 
-def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
-    """Return a warning if a file is in both the training and the held-out texts, "" if not.
+def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str | None:
+    """Return a warning if a file is in both the training and the held-out texts.
 
     Caches and datasets of the hub are left to `shared_source_warning`, once they are made.
     """
@@ -74,17 +74,17 @@ def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
     training, held_out = ({os.path.realpath(file): file for file in _files_here(*texts)} for texts in named)
     shared = [held_out[path] for path in held_out if path in training]
     if not shared:
-        return ""
+        return None
     more = f", and {len(shared) - 1:,} more held-out files are" if len(shared) > 1 else " is"
     return f"{shared[0]}{more} in both --data and --eval-data, so held-out losses will not be those of new text."
 
 
-def shared_source_warning(training: Manifest, held_out: Manifest) -> str:
-    """Return a warning if two caches were made of one source, by the manifests' hashes; "" if not."""
+def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
+    """Return a warning if two caches were made of one source, by the manifests' hashes."""
     hashes = {source["sha256"] for source in training.sources if source["tokens"]}
     shared = [source["path"] for source in held_out.sources if source["tokens"] and source["sha256"] in hashes]
     if not shared:
-        return ""
+        return None
     return (
         f"the held-out text {shared[0]} is part of the training data, so held-out losses will not be those of new text."
     )

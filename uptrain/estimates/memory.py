@@ -228,7 +228,7 @@ class MemoryEstimator:
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
         return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
 
-    def warning(self, part: str) -> str | None:
+    def activation_warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""
         if is_native(self.config) or self._measured(part):
             return None

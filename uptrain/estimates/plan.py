@@ -20,7 +20,7 @@ from uptrain.budget.budget import (
 )
 from uptrain.budget.conversion_record import (
     merge_method,
-    parent_advice,
+    no_teacher_warning,
     source_names,
     teacher_warning,
     was_uptrained,
@@ -165,8 +165,8 @@ def _warnings(run: _Run, data_use: dict[str, Any] | None) -> list[str]:
         few_steps_warning(options.budget, run.budget),
         context_warning(config, run.estimator.seq_len),
         text_only_warning(config),
-        run.estimator.warning(run.trainable),
-        teacher_warning(options.model, options.teacher) if options.teacher else parent_advice(options.model),
+        run.estimator.activation_warning(run.trainable),
+        teacher_warning(options.model, options.teacher) if options.teacher else no_teacher_warning(options.model),
     ]
     return list(filter(None, warnings))
 

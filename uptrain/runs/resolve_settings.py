@@ -133,7 +133,7 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
-    if is_local_main_process() and (warning := estimator.warning(chosen.trainable)):
+    if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
         warn(warning)
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 

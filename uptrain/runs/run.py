@@ -214,7 +214,7 @@ def _run_id(folder: Path) -> str:
     return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 
 
-def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str:
+def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str | None:
     """Return a warning if the disk lacks the room for the checkpoints that the run keeps, and one more."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
@@ -222,7 +222,7 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + SPARE)
     free = shutil.disk_usage(folder).free
     if free >= needed:
-        return ""
+        return None
     return (
         f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for those that it keeps, but "
         f"{size(free)} are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves "
@@ -285,8 +285,8 @@ def _record_start(
     folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
 ) -> None:
     _log_start(settings, training, state, checkpoint)
-    if problem := _disk_space_warning(folder, settings, training):
-        warn(problem)
+    if warning := _disk_space_warning(folder, settings, training):
+        warn(warning)
     _write_run_state(folder, "running", state.step)
 
 
