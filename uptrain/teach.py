@@ -43,7 +43,7 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
-from uptrain.models.frozen_parameters import use_float32_states
+from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary

@@ -40,7 +40,7 @@ from uptrain.checkpoints.tensors import SaveError, read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
-from uptrain.models.load import empty_student
+from uptrain.models.load import uninitialized_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
@@ -114,7 +114,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
             if reads_model:
                 training = build_initial(settings, folder / MODEL, accelerator, folder, checkpoints)
             else:
-                training = build(settings, empty_student(folder / MODEL), accelerator, folder, checkpoints)
+                training = build(settings, uninitialized_student(folder / MODEL), accelerator, folder, checkpoints)
         training.deadline, training.show = deadline, without_errors(show)
         checkpoints.check_lock = check_lock
         if checkpoint is None:
