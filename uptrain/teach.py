@@ -24,6 +24,7 @@ from model.common.files import sync_file, write_file
 from model.common.launcher import world_size
 from model.common.staging import Staging, check_out
 from model.decoder.devices import fast_float32_matmul
+from model.decoder.loading import LanguageModel
 from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
@@ -44,7 +45,6 @@ from uptrain.data.teacher_logits import (
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.models.casting_layers import use_float32_states
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256

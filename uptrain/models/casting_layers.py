@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.decoder.linear import matmul_dtype
 from model.decoder.llama import RMSNorm
-from uptrain.models.language_model import LanguageModel
+from model.decoder.loading import LanguageModel
 
 
 class FrozenLinear(nn.Linear):

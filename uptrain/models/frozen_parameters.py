@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from model.common.errors import InputError
+from model.decoder.loading import LanguageModel
 from model.language_model import read_language_config
 from uptrain.models.casting_layers import make_cast_in_use
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.trainable_parts import part_pattern
 
 

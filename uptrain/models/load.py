@@ -14,13 +14,12 @@ from model.common.errors import InputError
 from model.decoder import loading
 from model.decoder.config import is_native, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
-from model.decoder.loading import load_model
+from model.decoder.loading import LanguageModel, load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
 from uptrain.models.casting_layers import autocast_experts
 from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_uninitialized, uncast_names
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
 

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 
 from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import LanguageModel
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
@@ -15,7 +16,6 @@ from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main
 from uptrain.distributed.signals import stop_request
 from uptrain.models.casting_layers import set_state_dtype, use_float32_states
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import (
     load_student,
     load_teacher,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoder.devices import float64_device, to_float64
+from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
 from uptrain.training.logits import chunk_logits, tokens_per_chunk
 
 _MAX_LOSS = math.log(sys.float_info.max)

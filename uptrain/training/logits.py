@@ -8,10 +8,10 @@ Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size.
 
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
 
 _CHUNK_LOGITS = 1 << 22
 """Logits of a chunk, where they are computed without gradients."""

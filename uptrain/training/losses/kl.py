@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import ChunkLogits, LossAndGradient, chunk_size, chunked_loss
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
 from uptrain.training.logits import whole_logits
 
 

@@ -3,9 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import IGNORED, LossAndGradient, chunked_loss, cross_entropy_of_chunks
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
 from uptrain.training.logits import whole_logits
 from uptrain.training.losses.distill import kl_of_logits, needs_whole_logits, run_models
 
