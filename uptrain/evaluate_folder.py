@@ -20,8 +20,8 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
+from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.decoder_layers import layer_class_names
-from uptrain.models.frozen_parameters import use_float32_states
 from uptrain.models.load import build_meta, load_evaluated, load_teacher
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.models.vocabularies import check_same_vocab_size

@@ -24,7 +24,7 @@ from model.common.files import sync_file, write_file
 from model.common.launcher import world_size
 from model.common.staging import Staging, check_out
 from model.decoder.devices import fast_float32_matmul
-from model.decoder.losses import ChunkLogits
+from model.decoder.loading import LanguageModel
 from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
@@ -44,13 +44,11 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
-from uptrain.models.frozen_parameters import use_float32_states
-from uptrain.models.language_model import LanguageModel
+from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
-from uptrain.training.eval_metrics import CHUNK_LOGITS
-from uptrain.training.losses.kl import hidden_states, whole_logits
+from uptrain.training.logits import chunk_logits, tokens_per_chunk
 
 WHOLE_LOGITS = 1 << 28
 """Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
@@ -261,7 +259,7 @@ def _write_shards(
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:
         for number, windows in missing:
             batches = [
-                _logits_of(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)
+                _top_k_of_windows(teacher, cache, windows[start : start + micro_batch], wanted.top_k, advance)
                 for start in range(0, len(windows), micro_batch)
             ]
             if any(np.isnan(values).any() for values, _ in batches):  # an infinite one may be the rest's mass
@@ -291,23 +289,16 @@ def _micro_batch(teacher: LanguageModel, seq_len: int) -> int:
     return n
 
 
-def _logits_of(
+def _top_k_of_windows(
     teacher: LanguageModel, cache: TokenCache, windows: Integers, top_k: int, advance: Callable[[float], None]
 ) -> tuple[Floats, Integers]:
     """Return the values [B, T − 1, k + 1] and ids [B, T − 1, k] of windows; zeros for padding."""
     device = teacher.head_weight.device
     batch = Batch.read(cache, windows, device)
     is_text_N = (batch.documents_BT[:, :-1] >= 0).flatten()
-    chunk_size = max(1, CHUNK_LOGITS // len(teacher.head_weight))
-    chunks: Iterable[Tensor]
-    if isinstance(teacher, TransformersModel):
-        logits_NV = whole_logits(teacher, batch)
-        chunks = (logits_NV[start : start + chunk_size] for start in range(0, len(logits_NV), chunk_size))
-    else:
-        states_NM = hidden_states(teacher, batch)
-        logits = ChunkLogits(states_NM, teacher.head_weight, chunk_size)
-        chunks = (logits.of(slice(start, start + chunk_size)) for start in range(0, len(states_NM), chunk_size))
-    parts = [top_k_of(logits_CV, top_k) for logits_CV in chunks]
+    size = tokens_per_chunk(teacher)
+    logits = chunk_logits(teacher, batch, size)
+    parts = [top_k_of(logits.of(slice(start, start + size)), top_k) for start in range(0, len(is_text_N), size)]
     values_NL, ids_NK = (torch.cat(tensors).where(is_text_N[:, None], 0) for tensors in zip(*parts, strict=True))
     advance(len(windows))
     shape = (len(windows), cache.seq_len - 1, -1)

@@ -29,10 +29,13 @@ from model.decoder.transformers_model import TransformersModel, load_hf_model
 from model.geometry import read_geometry
 from model.language_model import InsideWrapper, open_language_model
 
+LanguageModel = LlamaForCausalLM | TransformersModel
+"""A model in memory: native code, or a class of transformers with the same interface."""
+
 
 def load_model(
     folder: Path | str, dtype: torch.dtype | None = None, device: str = "cpu", skip: Container[str] = ()
-) -> LlamaForCausalLM | TransformersModel:
+) -> LanguageModel:
     """Load a checkpoint in evaluation mode; call `.train()` to train it.
 
     Families with native code are loaded from any format that `open_checkpoint` reads. `dtype` None keeps the tensors'

@@ -469,7 +469,7 @@ def test_source_that_changes_under_a_worker(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(line() * 10)
     (unit,) = work_units.make_units(find_sources((str(path),)))
-    before = unit.identity()
+    before = unit.fingerprint()
     work_units.check_unchanged(unit, before)
     path.write_bytes(line() * 11)
     with pytest.raises(InputError, match="changed while it was read"):

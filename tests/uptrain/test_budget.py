@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from convert.latent.recipe import LATENT
+from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import KEY
 from model.common.counts import counted, format_count, parse_count
@@ -17,9 +19,11 @@ from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
 from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals
+from uptrain.budget.methods import METHODS
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 from uptrain.estimates import training_time
 from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.models.trainable_choices import TRAINABLE
 
 # The steps of α = 0.05 with the original's own batch, as published figures give them.
 STEPS_AT_5_PERCENT = {
@@ -152,6 +156,12 @@ def test_name_alone_does_not_identify_a_model():
         known_originals({**config(find_original("llama-2-7b")), "hidden_size": 4160}, ("meta-llama/Llama-2-7b-hf",))
         == ()
     )
+
+
+def test_every_method_that_changes_the_attention_has_its_facts():
+    """`repeat` is recorded too, but computes what the source does."""
+    assert METHODS.keys() == {*HEAD_METHODS, *LAYER_METHODS, LATENT}
+    assert all(facts.peak_divisors.keys() == set(TRAINABLE) for facts in METHODS.values())
 
 
 def test_kv_heads_do_not_matter():

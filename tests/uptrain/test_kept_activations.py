@@ -65,7 +65,7 @@ def test_activations_are_what_autograd_saves(tmp_path, family, part):
     folder = save(family, tmp_path / "model")
     student = load_student(folder, part, 4).train()
     estimator = MemoryEstimator.read(folder, None, SEQ_LEN, lora_rank=4)
-    assert estimator.warning(part) is None
+    assert estimator.activation_warning(part) is None
     estimated = estimator.memory(MemoryOptions(part, 2)).activations
     measured = saved_bytes(student, 2)
     assert 0.95 * measured <= estimated or family == "llama"
@@ -90,7 +90,7 @@ def test_a_class_that_cannot_be_measured_is_warned_of(tmp_path, uptrain, monkeyp
 
     folder = save("qwen3", tmp_path / "model", 2)
     monkeypatch.setattr(kept_activations, "_saved_bytes", fail)
-    warning = MemoryEstimator.read(folder, None, SEQ_LEN).warning("all")
+    warning = MemoryEstimator.read(folder, None, SEQ_LEN).activation_warning("all")
     assert "estimated as Llama's" in warning and "no fake tensors here" in warning
     plan = ("plan", folder, "--steps", 2, "--global-batch-tokens", 256, "--lr", 1e-3, "--seq-len", SEQ_LEN)
     result = uptrain(*plan)

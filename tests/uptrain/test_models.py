@@ -18,12 +18,12 @@ from model.decoder import attention
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, layer_class_names, recompute_activations
 from uptrain.models.frozen_parameters import choose_trainable
 from uptrain.models.load import (
-    empty_student,
-    empty_teacher,
     load_evaluated,
     load_student,
     load_teacher,
     random_student,
+    uninitialized_student,
+    uninitialized_teacher,
 )
 from uptrain.runs.checks import check_layer_names
 from uptrain.training.adafactor import Adafactor
@@ -71,36 +71,36 @@ def test_what_does_not_decay_in_classes_of_transformers(family, config, spared):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False)])
-def test_empty_models_are_like_loaded_ones_without_weights(tmp_path, family, tied):
+def test_uninitialized_models_are_like_loaded_ones_without_weights(tmp_path, family, tied):
     """FSDP2's other processes make them. Drawing weights would fill the host's memory once for each process."""
     folder = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / family)
     before = torch.get_rng_state()
-    for empty, loaded in (
-        (empty_student(folder), load_student(folder)),
-        (empty_student(folder, "attention"), load_student(folder, "attention")),
-        (empty_teacher(folder, "bf16"), load_teacher(folder, "bf16")),
+    for unread, loaded in (
+        (uninitialized_student(folder), load_student(folder)),
+        (uninitialized_student(folder, "attention"), load_student(folder, "attention")),
+        (uninitialized_teacher(folder, "bf16"), load_teacher(folder, "bf16")),
     ):
         assert torch.equal(torch.get_rng_state(), before)
         kinds = [
-            {name: (p.dtype, p.shape, p.device) for name, p in each.named_parameters()} for each in (empty, loaded)
+            {name: (p.dtype, p.shape, p.device) for name, p in each.named_parameters()} for each in (unread, loaded)
         ]
         assert kinds[0] == kinds[1], "with one name for a tied tensor"
-        own, theirs = dict(empty.named_buffers()), dict(loaded.named_buffers())
+        own, theirs = dict(unread.named_buffers()), dict(loaded.named_buffers())
         assert own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
         with torch.no_grad():
-            empty.load_state_dict(loaded.state_dict())
+            unread.load_state_dict(loaded.state_dict())
             ids = torch.arange(8)[None]
-            assert torch.equal(empty(ids), loaded(ids))
+            assert torch.equal(unread(ids), loaded(ids))
 
 
 @pytest.mark.parametrize("part", ["attention", "lora"])
-def test_empty_models_take_no_memory_before_they_are_written(tmp_path, part):
+def test_uninitialized_models_take_no_memory_before_they_are_written(tmp_path, part):
     """A class of transformers is made in float32, then gets the checkpoint's dtype."""
     model = tiny.build("gemma2", vocab_size=2**17, hidden_size=256, tie_word_embeddings=False)
     folder = tiny.save(model, tmp_path / "model", "bfloat16")
-    empty_student(folder, part, 4)  # imports, and what they cache
+    uninitialized_student(folder, part, 4)  # imports, and what they cache
     before = resident_bytes()
-    student = empty_student(folder, part, 4)
+    student = uninitialized_student(folder, part, 4)
     held = sum(parameter.nbytes for parameter in student.parameters())
     assert held > 130e6
     assert resident_bytes() - before < 0.1 * held

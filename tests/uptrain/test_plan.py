@@ -338,7 +338,7 @@ def test_bad_input(uptrain, source, arguments, words):
 def test_bad_models_and_caches(uptrain, source, cache, tmp_path):
     uptrain("plan", tmp_path / "none", "--steps", 5, *SIZE).refused("no such file or folder")
     uptrain("plan", source, "--steps", 5, *SIZE, "--data", cache).refused(
-        "--seq-len 1000, but the cache has windows of 4000 tokens; leave the option out"
+        f"{cache} has windows of 4000 tokens, not 1000; leave --seq-len out"
     )
     (source / "groupwise.json").write_text("{")
     uptrain("plan", source, "--steps", 5, *SIZE).refused("groupwise.json is damaged")

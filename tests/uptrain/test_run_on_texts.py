@@ -229,10 +229,10 @@ def test_far_more_texts_than_the_run_reads_are_warned_of(tmp_path):
     warned = surplus_warning([str(tmp_path / "a.txt=2")], 10**8, tmp_path / "out")
     assert warned.startswith("all of --data, 5 GB, is tokenised first, though the run reads only about 400 MB of it")
     assert "`uptrain prepare --tokens 100000000`" in warned
-    assert surplus_warning([str(tmp_path / "a.txt")], 10**9, tmp_path / "out") == ""
-    assert surplus_warning(["hub:none-of-this-name"], 1, tmp_path / "out") == "", "it is not downloaded to be counted"
+    assert surplus_warning([str(tmp_path / "a.txt")], 10**9, tmp_path / "out") is None
+    assert surplus_warning(["hub:none-of-this-name"], 1, tmp_path / "out") is None, "it is not downloaded to be counted"
     (tmp_path / "b.txt").write_text("short")
-    assert surplus_warning([str(tmp_path / "b.txt")], 1, tmp_path / "out") == ""
+    assert surplus_warning([str(tmp_path / "b.txt")], 1, tmp_path / "out") is None
 
 
 def test_files_that_are_left_out_are_named(uptrain, tmp_path):

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from model.common.counts import format_count
-from uptrain.budget.budget import BudgetOptions
-from uptrain.budget.conversion_record import default_trainable
+from uptrain.budget.budget import BudgetOptions, default_trainable
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs import checks, launch
 from uptrain.runs import run as runs

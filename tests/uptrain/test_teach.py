@@ -30,6 +30,7 @@ from uptrain import teach as teach_module
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
+from uptrain.training import logits as logits_module
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def test_with_all_tokens_the_run_is_that_of_the_live_teacher(inputs, teach, tmp_
 def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tmp_path, monkeypatch):
     """Whole batches of large vocabularies would take many gigabytes. The logits are the same but for rounding."""
     parent = tiny.save(tiny.build("phi", vocab_size=VOCAB), tmp_path / "phi")
-    cache, values, n_windows, real = TokenCache.open(inputs["data"]), [], [], teach_module.whole_logits
+    cache, values, n_windows, real = TokenCache.open(inputs["data"]), [], [], logits_module.whole_logits
 
     def counted(model, batch):
         n_windows.append(len(batch.ids_BT))
         return real(model, batch)
 
-    monkeypatch.setattr(teach_module, "whole_logits", counted)
+    monkeypatch.setattr(logits_module, "whole_logits", counted)
     for limit, most in ((1 << 28, cache.n_windows), (2 * 32 * VOCAB, 2), (1, 1)):
         monkeypatch.setattr(teach_module, "WHOLE_LOGITS", limit)
         n_windows.clear()

@@ -58,15 +58,15 @@ def test_highest_id(tmp_path, vocab_size, dtype):
     assert cache.window(1)[0].tolist() == [top]
 
 
-def test_identity_is_of_what_training_sees(tmp_path):
-    def identity(name, shards, seq_len=4, **options):
+def test_the_fingerprint_is_of_what_training_sees(tmp_path):
+    def fingerprint(name, shards, seq_len=4, **options):
         return TokenCache.open(write_cache(tmp_path / name, shards, seq_len, **options)).manifest.sha256
 
-    first = identity("first", [[[1, 2, 3], [4, 5]]])
-    assert identity("same", [[[1, 2, 3], [4, 5]]], tokenizer="other") == first
-    assert identity("tokens", [[[1, 2, 3], [4, 6]]]) != first
-    assert identity("documents", [[[1, 2], [3, 4, 5]]]) != first
-    assert identity("windows", [[[1, 2, 3], [4, 5]]], seq_len=5) != first
+    first = fingerprint("first", [[[1, 2, 3], [4, 5]]])
+    assert fingerprint("same", [[[1, 2, 3], [4, 5]]], tokenizer="other") == first
+    assert fingerprint("tokens", [[[1, 2, 3], [4, 6]]]) != first
+    assert fingerprint("documents", [[[1, 2], [3, 4, 5]]]) != first
+    assert fingerprint("windows", [[[1, 2, 3], [4, 5]]], seq_len=5) != first
 
 
 def test_manifest_survives_writing(tmp_path):

@@ -62,6 +62,18 @@ def test_a_step_fetches_once_after_its_update(tmp_path, calls, monkeypatch, spik
     assert of_steps(calls) == [["update", "tolist"]] * STEPS
 
 
+def test_a_step_draws_the_same_random_numbers_everywhere(tmp_path):
+    """Whatever Python's version: a run that is resumed continues with the dropout that it would have had."""
+    seeds = []
+
+    def report(event):
+        if event == "update":
+            seeds.append(torch.initial_seed())
+
+    train(make_training(tmp_path, 3, report, seed=5), RunState())
+    assert seeds == [12631478326263854183, 17996766564426832300, 4160164373342109173]
+
+
 def test_other_optimizers_update_after_the_fetch(tmp_path, calls):
     """They cannot skip on the device. Adafactor waits for its own norms."""
     assert train(make_training(tmp_path, STEPS, calls.append, "adafactor"), RunState()) == "finished"

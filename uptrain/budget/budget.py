@@ -9,25 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
+from uptrain.budget.conversion_record import merge_method
 from uptrain.budget.identify import find_original, known_originals
+from uptrain.budget.methods import PEAK_DIVISOR, peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
-from uptrain.models.trainable_choices import TRAINABLE
-
-PEAK_DIVISOR = 3
-"""Divisor of the original's peak learning rate for the default peak, as in MHA2MLA and Sheared-LLaMA for Llama 2."""
-FITTED_PEAK_DIVISORS = {
-    "fit": {"all": 15, "attention": 6, "kv": 3, "lora": 3},
-    "latent": dict.fromkeys(TRAINABLE, 15),
-}
-"""Divisor by method and `--trainable`, for conversions fitted to the parent. The model is so close to its parent that a
-third can do harm (docs/study.md, "Which parameters to train"; docs/study/latent.md, "Results"). For latent attention
-only `attention` was measured."""
-
 
 FEW_STEPS = 50
 """Fewer are mostly warm-up and decay."""
@@ -131,6 +122,19 @@ def make_budget(
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
+def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the default of `--trainable`: `attention` if Groupwise converted the attention, else `all`.
+
+    `attention` for any language model inside a wrapper, and `all` if the names of the model's attention are not known.
+    """
+    # imports numpy, which the command line does not need to start
+    from model.language_model import wrapper_of
+    from uptrain.models.trainable_parts import knows_attention
+
+    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
+    return "attention" if knows_attention(config) and is_part else "all"
+
+
 def repetition_warning(epochs: float) -> str | None:
     """Return a warning if the data are read more than once."""
     if epochs <= 1:
@@ -166,11 +170,6 @@ def rate_problem(options: BudgetOptions, optimizer: str) -> str | None:
         "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
         "default rates are AdamW's."
     )
-
-
-def peak_divisor(method: str | None, trainable: str) -> int:
-    """Return the divisor of the original's peak learning rate that gives the default peak."""
-    return FITTED_PEAK_DIVISORS[method][trainable] if method in FITTED_PEAK_DIVISORS else PEAK_DIVISOR
 
 
 def default_peak(original_peak: float, divisor: int = PEAK_DIVISOR) -> float:

@@ -1,20 +1,30 @@
 """Read what a conversion recorded of a model: its sources and its method."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 
 
+class _Conversion(NamedTuple):
+    """One conversion that `groupwise.json` records."""
+
+    source: str
+    """Name of the source."""
+    method: str | None
+    """None if the conversion merged no heads."""
+    source_kv_heads: int | None
+    """K/V heads of the source; None if the record lacks them."""
+
+
 def source_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the folder's sources, latest conversion first, from `groupwise.json`; else its own name."""
     from model.checkpoint.hub import origin_of  # imports numpy, which the command line does not need to start
 
-    return tuple(name for name, _, _ in _conversions(folder)) or (origin_of(folder)[0],)
+    return tuple(each.source for each in _conversions(folder)) or (origin_of(folder)[0],)
 
 
 def merge_method(folder: Path) -> str | None:
@@ -22,7 +32,8 @@ def merge_method(folder: Path) -> str | None:
 
     The method of the last conversion that changed the attention: reading another format or repeating heads does not.
     """
-    return next((method for _, method, _ in _conversions(folder) if method), None)
+    merge = _last_merge(folder)
+    return merge and merge.method
 
 
 def was_uptrained(folder: Path) -> bool:
@@ -30,14 +41,14 @@ def was_uptrained(folder: Path) -> bool:
     return (folder / UPTRAINING_RECORD).is_file()
 
 
-def parent_advice(model: Path) -> str | None:
-    """Return advice to distil from the parent of a model whose attention Groupwise changed; None for any other."""
-    parent = next((name for name, method, _ in _conversions(model) if method), None)
-    if parent is None:
+def no_teacher_warning(model: Path) -> str | None:
+    """Return a warning that a model whose attention Groupwise changed trains without its parent; None for any other."""
+    merge = _last_merge(model)
+    if merge is None:
         return None
     return (
-        f"{model} was converted from {parent}, and trains without it; distilling from that parent (--teacher FOLDER) "
-        "usually ends with a lower loss."
+        f"{model} was converted from {merge.source}, and trains without it; distilling from that parent "
+        "(--teacher FOLDER) usually ends with a lower loss."
     )
 
 
@@ -49,8 +60,8 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
     from model.geometry import read_sizes  # imports numpy, which the command line does not need to start
     from model.language_model import open_language_model
 
-    heads = next((heads for _, method, heads in _conversions(model) if method), None)
-    if heads is None:
+    merge = _last_merge(model)
+    if merge is None or merge.source_kv_heads is None:
         return None
     try:
         with open_language_model(model) as student, open_language_model(teacher) as other:
@@ -59,33 +70,22 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
         return None
     if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size):
         return None
-    if theirs.latent is None and theirs.n_kv_heads >= heads:
+    if theirs.latent is None and theirs.n_kv_heads >= merge.source_kv_heads:
         return None
     found = "latent attention" if theirs.latent else f"{theirs.n_kv_heads} K/V heads"
     return (
-        f"the teacher {teacher} has {found}, but the parent of {model} had {heads} K/V heads: the teacher was "
-        "converted too. The parent is usually the better teacher."
+        f"the teacher {teacher} has {found}, but the parent of {model} had {merge.source_kv_heads} K/V heads: the "
+        "teacher was converted too. The parent is usually the better teacher."
     )
 
 
-def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the default of `--trainable`: `attention` if Groupwise converted the attention, else `all`.
-
-    `attention` for any language model inside a wrapper, and `all` if the names of the model's attention are not known.
-    """
-    # imports numpy, which the command line does not need to start
-    from model.language_model import wrapper_of
-    from uptrain.models.trainable_parts import knows_attention
-
-    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
-    return "attention" if knows_attention(config) and is_part else "all"
+def _last_merge(folder: Path) -> _Conversion | None:
+    """Return the last conversion that changed the attention; None if there was none."""
+    return next((conversion for conversion in _conversions(folder) if conversion.method), None)
 
 
-def _conversions(folder: Path) -> list[tuple[str, str | None, int | None]]:
-    """Return for each conversion, the last one first, the source's name, the method, and the source's K/V heads.
-
-    The method is None if the conversion merged no heads. The number of heads is None if the record lacks it.
-    """
+def _conversions(folder: Path) -> list[_Conversion]:
+    """Return a folder's conversions, the last one first. Raises InputError if its record is damaged."""
     path = folder / CONVERSION_RECORD
     if not path.is_file():
         return []
@@ -98,7 +98,7 @@ def _conversions(folder: Path) -> list[tuple[str, str | None, int | None]]:
             # A record without the numbers of heads counts as that of a merge.
             merged = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
             heads = source.get("n_kv_heads")
-            conversions.append((str(source["name"]), method if merged else None, heads and int(heads)))
+            conversions.append(_Conversion(str(source["name"]), method if merged else None, heads and int(heads)))
             record = source.get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error

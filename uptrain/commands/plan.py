@@ -79,9 +79,9 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of well-known pre-trainings
     are looked up.
     """
-    from uptrain.estimates.plan import make_plan
+    from uptrain.estimates.plan import PlanOptions, plan_run
 
-    plan = make_plan(model, pop_fields(BudgetOptions, options), **options)
+    plan = plan_run(PlanOptions(model=model, budget=pop_fields(BudgetOptions, options), **options))
     rank = options["lora_rank"] or DEFAULT_RANK
     plan["warnings"] += _check_inputs(
         model, options["teacher"], options["data"], plan["seq_len"], plan["trainable"], rank
@@ -107,7 +107,7 @@ def _check_inputs(
 ) -> list[str]:
     """Raise InputError for models and data that `uptrain run` refuses; return a warning if that cannot be checked.
 
-    Classes of transformers are built for it, without weights. Of Llama-like models, `make_plan` has read the headers.
+    Classes of transformers are built for it, without weights. Of Llama-like models, `plan_run` has read the headers.
     """
     from model.decoder.config import is_native
     from model.language_model import read_language_config

@@ -1,17 +1,33 @@
 """Choose the default lengths of windows and sizes of micro-batches."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from model.checkpoint.context import read_context
 from model.common import checks
 from model.common.errors import InputError
 from model.families import FAMILIES
+from model.language_model import read_language_config
+from uptrain.data.token_cache import Manifest
 
 MICRO_BATCH_TOKENS = 8192
 """Default size of a micro-batch, in tokens."""
 MAX_DEFAULT_SEQ_LEN = 4096
 """Models with a context of 100 000 tokens were pre-trained on shorter windows for most of their steps."""
+
+
+def choose_seq_len(requested: int | None, cache: Path | None, model: Path) -> int:
+    """Return the length of windows: that of the token cache, else the requested one, else the model's default.
+
+    Raises InputError if another length than the cache's is requested.
+    """
+    if cache is None:
+        return requested or default_seq_len(read_language_config(model))
+    of_cache = Manifest.parse(cache).seq_len
+    if requested not in (None, of_cache):
+        raise InputError(f"{cache} has windows of {of_cache} tokens, not {requested}; leave --seq-len out.")
+    return of_cache
 
 
 def default_seq_len(config: Mapping[str, Any]) -> int:

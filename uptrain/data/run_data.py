@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.common.console import echo, size, warn
-from model.common.errors import InputError
 from model.common.machine import n_cores
-from model.language_model import read_language_config
 from model.texts.hub import HUB
-from uptrain.data.default_sizes import default_seq_len
+from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
+from uptrain.data.token_cache import MANIFEST, Manifest
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -51,24 +49,24 @@ def run_cache_folder(run: Path, what: str) -> Path:
     return run.with_name(f"{run.name}.{what.replace('_', '-')}")
 
 
-def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str:
-    """Return a warning if `data` names far more texts than the tokens of a run, "" if not, or if `out` has them.
+def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str | None:
+    """Return a warning if `data` names far more texts than the tokens of a run; None if not, or if `out` has them.
 
     Datasets of the hub are not counted: that would download them.
     """
     if is_cache(data) or (out / MANIFEST).is_file():
-        return ""
+        return None
     nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data, "--data")), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
-        return ""
+        return None
     return (
         f"all of --data, {size(nbytes)}, is tokenised first, though the run reads only about {size(needed)} of it. "
         f"`uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
     )
 
 
-def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
-    """Return a warning if a file is in both the training and the held-out texts, "" if not.
+def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str | None:
+    """Return a warning if a file is in both the training and the held-out texts.
 
     Caches and datasets of the hub are left to `shared_source_warning`, once they are made.
     """
@@ -76,17 +74,17 @@ def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str:
     training, held_out = ({os.path.realpath(file): file for file in _files_here(*texts)} for texts in named)
     shared = [held_out[path] for path in held_out if path in training]
     if not shared:
-        return ""
+        return None
     more = f", and {len(shared) - 1:,} more held-out files are" if len(shared) > 1 else " is"
     return f"{shared[0]}{more} in both --data and --eval-data, so held-out losses will not be those of new text."
 
 
-def shared_source_warning(training: Manifest, held_out: Manifest) -> str:
-    """Return a warning if two caches were made of one source, by the manifests' hashes; "" if not."""
+def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
+    """Return a warning if two caches were made of one source, by the manifests' hashes."""
     hashes = {source["sha256"] for source in training.sources if source["tokens"]}
     shared = [source["path"] for source in held_out.sources if source["tokens"] and source["sha256"] in hashes]
     if not shared:
-        return ""
+        return None
     return (
         f"the held-out text {shared[0]} is part of the training data, so held-out losses will not be those of new text."
     )
@@ -105,12 +103,7 @@ def is_cache(data: Sequence[str]) -> bool:
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
     """Return the length of the windows of `ensure_cache`. Raises InputError if an existing cache has another."""
-    if not is_cache(data):
-        return seq_len or default_seq_len(read_language_config(tokenizer))
-    of_cache = TokenCache.open(Path(data[0])).seq_len
-    if seq_len not in (None, of_cache):
-        raise InputError(f"{data[0]} has windows of {of_cache} tokens, not {seq_len}; leave --seq-len out.")
-    return of_cache
+    return choose_seq_len(seq_len, Path(data[0]) if is_cache(data) else None, tokenizer)
 
 
 def _build(options: PrepareOptions, quiet: bool) -> None:

@@ -36,18 +36,18 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def load_on_main(
-    accelerator: Accelerator, read: Callable[[], Model], empty: Callable[[], Model]
+    accelerator: Accelerator, load: Callable[[], Model], make_uninitialized: Callable[[], Model]
 ) -> tuple[Model, dict[str, Any]]:
     """Load a model; return it, and the weights to pass to `broadcast_weights` once it is sharded.
 
-    Under FSDP only the main process loads the model, so that the host holds it once; the other ranks return an empty
-    model. Without FSDP every rank loads it, and the weights are empty.
+    Under FSDP only the main process loads the model, so that the host holds it once; the other ranks return
+    that of `make_uninitialized`. Without FSDP every rank loads it, and the weights are empty.
     """
     if not is_sharded(accelerator):
-        return read(), {}
+        return load(), {}
     loaded: list[Model] = []
-    on_main(accelerator, lambda: loaded.append(read()))
-    return (loaded[0], loaded[0].state_dict()) if loaded else (empty(), {})
+    on_main(accelerator, lambda: loaded.append(load()))
+    return (loaded[0], loaded[0].state_dict()) if loaded else (make_uninitialized(), {})
 
 
 def broadcast_weights(accelerator: Accelerator, model: nn.Module, weights: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ class MemoryEstimator:
         wide = {tensor for tensor in frozen if tensor.name in self.always_float32}
         shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - wide
         stored = BITS[common_dtype(self.tensors)] // 8
-        activations, logits = self._activations(chosen), self._logits(tokens)
+        activations, logits = self._activation_bytes(chosen), self._logit_bytes(tokens)
         head = count_head(trained) if is_native(self.config) else 0
         logits += GRADIENT_BYTES * head
         return Memory(
@@ -202,7 +202,7 @@ class MemoryEstimator:
             activations=activations,
             logits=logits,
             gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - shared, 1))
-            + self._reduced(trained, head, activations, logits),
+            + self._reduced_bytes(trained, head, activations, logits),
         )
 
     def host(self, needed: Memory) -> int:
@@ -228,7 +228,7 @@ class MemoryEstimator:
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
         return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
 
-    def warning(self, part: str) -> str | None:
+    def activation_warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""
         if is_native(self.config) or self._measured(part):
             return None
@@ -246,7 +246,7 @@ class MemoryEstimator:
         kept = self.measure_kept and self.measure_kept(part)
         return None if isinstance(kept, InputError) else kept
 
-    def _activations(self, chosen: MemoryOptions) -> int:
+    def _activation_bytes(self, chosen: MemoryOptions) -> int:
         """Return the bytes of a micro-batch that are kept for the backward pass."""
         n_layers, states = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
         kept = self._measured(chosen.trainable)
@@ -268,7 +268,7 @@ class MemoryEstimator:
         """Return the bytes of a window's mask, which transformers' classes take, and all layers share."""
         return 0 if is_native(self.config) else COMPUTE_BYTES[self.precision] * self.seq_len**2
 
-    def _logits(self, tokens: int) -> int:
+    def _logit_bytes(self, tokens: int) -> int:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
         vocab = max(x.shape[0] for x in self.tensors if layer_number(x.name) is None and len(x.shape) == 2)
         if is_native(self.config):
@@ -276,7 +276,7 @@ class MemoryEstimator:
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _reduced(self, trained: list[TensorInfo], head: int, activations: int, logits: int) -> int:
+    def _reduced_bytes(self, trained: list[TensorInfo], head: int, activations: int, logits: int) -> int:
         """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
 
         A reduced gradient takes three buffers: as computed, in float32 for the reduction, and this device's shard of

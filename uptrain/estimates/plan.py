@@ -1,8 +1,7 @@
 """Compute the plan of a run from file headers: budget, learning rates, memory and time."""
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,23 @@ from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
     default_peak,
+    default_trainable,
     few_steps_warning,
     make_budget,
-    peak_divisor,
     rate_problem,
     repetition_warning,
 )
 from uptrain.budget.conversion_record import (
-    default_trainable,
     merge_method,
-    parent_advice,
+    no_teacher_warning,
     source_names,
     teacher_warning,
     was_uptrained,
 )
 from uptrain.budget.identify import find_original, shape_warning
+from uptrain.budget.methods import find_facts, peak_divisor
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
-from uptrain.data.default_sizes import context_warning, default_micro_batch, default_seq_len
+from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import Manifest
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
@@ -42,78 +41,65 @@ from uptrain.training.learning_rate import Schedule, decay_start, default_warmup
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
-BY_WEIGHTS = "above the parent's; in docs/study.md, it is below that of the mean on small Llamas, but not on SmolLM2"
-FIRST_LOSS = {
-    "mean": "far above the parent's, since heads were averaged that do not point in the same directions",
-    "first": "far above the parent's, since most heads were left out",
-    "random": "far above the parent's, since the K/V heads are random",
-    "aligned": BY_WEIGHTS,
-    "pca": BY_WEIGHTS,
-    "fit": "above the parent's; in docs/study.md, the default merge adds 1 to 15 % of the loss that the mean adds",
-    "latent": "above the parent's; docs/latent.md has figures of other models",
-}
-"""What to expect of the first loss, by the method of the conversion."""
 
 
-def make_plan(
-    model: Path,
-    options: BudgetOptions,
-    *,
-    data: Path | None,
-    seq_len: int | None,
-    schedule: str,
-    warmup_steps: int | None,
-    teacher: Path | None,
-    trainable: str | None = None,
-    lora_rank: int | None = None,
-    optimizer: str = "adamw",
-    micro_batch: int | None = None,
-    processes: int = 1,
-    memory: int | None = None,
-) -> dict[str, Any]:
-    """Return the plan, ready for JSON. Defaults follow from the model, the cache and the original.
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `uptrain plan` as given; None stands for a default that depends on others."""
+
+    model: Path
+    budget: BudgetOptions
+    data: Path | None
+    """A token cache."""
+    seq_len: int | None
+    schedule: str
+    warmup_steps: int | None
+    teacher: Path | None
+    trainable: str | None
+    lora_rank: int | None
+    optimizer: str
+    micro_batch: int | None
+    """In windows."""
+    processes: int
+    memory: int | None
+    """Bytes that each device has, for `memory.fitting` of the plan."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run that is planned: its options, and what the defaults resolve to."""
+
+    options: PlanOptions
+    trainable: str
+    method: str | None
+    """How Groupwise merged the heads (`merge_method`)."""
+    budget: Budget
+    schedule: Schedule
+    estimator: MemoryEstimator
+    n_windows: int
+    """Windows of a step."""
+    micro_batch: int
+    """Windows that a device computes at a time."""
+
+    @property
+    def device_counts(self) -> list[int]:
+        """The numbers of devices for which the memory is shown."""
+        return sorted({*DEVICES, self.options.processes})
+
+
+def plan_run(options: PlanOptions) -> dict[str, Any]:
+    """Return the plan of a run, ready for JSON. Defaults follow from the model, the cache and the original.
 
     Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, uneven steps.
-    `memory` is what each device has, in bytes, for `memory.fitting`.
     """
-    manifest = Manifest.parse(data) if data is not None else None
-    _check_lm_heads_and_vocabularies(model, teacher)
-    with open_language_model(model) as checkpoint:
-        length = _seq_len(seq_len, manifest, checkpoint.config)
-        method, trainable = merge_method(model), trainable or default_trainable(model, checkpoint.config)
-        part_pattern(trainable, checkpoint.config)
-        rank = adapter_rank(lora_rank, trainable) or DEFAULT_RANK
-        budget = make_budget(options, checkpoint.config, source_names(model), length, method, trainable)
-    budget.check_schedule(schedule)
-    estimator = MemoryEstimator.read(model, teacher, length, optimizer=optimizer, lora_rank=rank)
-    if trainable == "lora" and (adapted := estimator.adapted()):
-        check_rank(rank, max(min(matrix.shape) for matrix in adapted))
-    n_params = count_parameters(estimator.tensors)
-    n_windows = budget.global_batch_tokens // length
-    if n_windows % processes:
-        raise InputError(
-            f"a step of {n_windows} windows of {length} tokens cannot be divided evenly among {processes} processes; "
-            "change --global-batch-tokens or --processes."
-        )
-    n_at_once = min(micro_batch or default_micro_batch(length), n_windows // processes)
-    numbers = sorted({*DEVICES, processes})
-    divisors = [n for n in numbers if n_windows % n == 0]
-    warmup = default_warmup(budget.steps) if warmup_steps is None else warmup_steps
-    plan_schedule = Schedule(schedule, budget.peak_lr, budget.steps, warmup, original_steps=budget.original_steps or 0)
-    data_use = _data(data, manifest, budget, length)
-    warnings = [
-        data_use and repetition_warning(data_use["epochs"]),
-        rate_problem(options, optimizer),
-        shape_warning(read_language_config(model), options.original),
-        few_steps_warning(options, budget),
-        context_warning(estimator.config, length),
-        text_only_warning(estimator.config),
-        estimator.warning(trainable),
-        teacher_warning(model, teacher) if teacher else parent_advice(model),
-    ]
+    manifest = Manifest.parse(options.data) if options.data is not None else None
+    _check_lm_heads_and_vocabularies(options.model, options.teacher)
+    run = _resolve(options)
+    budget, estimator = run.budget, run.estimator
+    n_params, data_use = count_parameters(estimator.tensors), _data_use(run, manifest)
     return {
-        "model": str(model),
-        "trainable": trainable,
+        "model": str(options.model),
+        "trainable": run.trainable,
         "n_params": n_params,
         "n_kv_heads": estimator.sizes.n_kv_heads,
         "latent": estimator.sizes.latent,
@@ -122,32 +108,67 @@ def make_plan(
         "tokens": budget.tokens,
         "tokens_per_parameter": budget.tokens / n_params,
         "global_batch_tokens": budget.global_batch_tokens,
-        "seq_len": length,
-        "sequences_per_step": n_windows,
+        "seq_len": estimator.seq_len,
+        "sequences_per_step": run.n_windows,
         "original": _original(budget.original) if budget.original else None,
         "original_tokens": budget.original_tokens,
         "data": data_use,
-        "schedule": {**asdict(plan_schedule), "decay_start": decay_start(plan_schedule)},
-        "learning_rates": learning_rates(plan_schedule),
-        "default_peaks": _default_peaks(budget, method) if options.lr is None else None,
-        "memory": {
-            **{part: _memory(estimator, part, n_at_once, numbers) for part in TRAINABLE},
-            "micro_batch_tokens": n_at_once * length,
-            "least_micro_batch_tokens": length,
-            "optimizer": optimizer,
-            "formula": MEMORY_FORMULA,
-            "fitting": memory
-            and _fitting(estimator, trainable, memory, micro_batch, n_windows, divisors, str(model), teacher),
-        },
-        "time": {
-            **{part: _time(estimator, part, budget.tokens, processes) for part in TRAINABLE},
-            "mfu": MFU,
-            "formula": TIME_FORMULA,
-        },
-        "processes": processes,
-        "first_loss": _first_loss(model, teacher, data),
-        "warnings": list(filter(None, warnings)),
+        "schedule": {**asdict(run.schedule), "decay_start": decay_start(run.schedule)},
+        "learning_rates": learning_rates(run.schedule),
+        "default_peaks": _default_peaks(budget, run.method) if options.budget.lr is None else None,
+        "memory": _memory(run),
+        "time": _time(run),
+        "processes": options.processes,
+        "first_loss": _first_loss(options.model, options.teacher, options.data),
+        "warnings": _warnings(run, data_use),
     }
+
+
+def _resolve(options: PlanOptions) -> _Run:
+    """Resolve the defaults, and read the headers of the models' files.
+
+    Raises InputError for a part or adapters that the model cannot have, an unknown original, and uneven steps.
+    """
+    seq_len = choose_seq_len(options.seq_len, options.data, options.model)
+    with open_language_model(options.model) as checkpoint:
+        method = merge_method(options.model)
+        trainable = options.trainable or default_trainable(options.model, checkpoint.config)
+        part_pattern(trainable, checkpoint.config)
+        rank = adapter_rank(options.lora_rank, trainable) or DEFAULT_RANK
+        names = source_names(options.model)
+        budget = make_budget(options.budget, checkpoint.config, names, seq_len, method, trainable)
+    budget.check_schedule(options.schedule)
+    estimator = MemoryEstimator.read(
+        options.model, options.teacher, seq_len, optimizer=options.optimizer, lora_rank=rank
+    )
+    if trainable == "lora" and (adapted := estimator.adapted()):
+        check_rank(rank, max(min(matrix.shape) for matrix in adapted))
+    n_windows, processes = budget.global_batch_tokens // seq_len, options.processes
+    if n_windows % processes:
+        raise InputError(
+            f"a step of {n_windows} windows of {seq_len} tokens cannot be divided evenly among {processes} processes; "
+            "change --global-batch-tokens or --processes."
+        )
+    micro_batch = min(options.micro_batch or default_micro_batch(seq_len), n_windows // processes)
+    warmup = default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps
+    original_steps = budget.original_steps or 0
+    schedule = Schedule(options.schedule, budget.peak_lr, budget.steps, warmup, original_steps=original_steps)
+    return _Run(options, trainable, method, budget, schedule, estimator, n_windows, micro_batch)
+
+
+def _warnings(run: _Run, data_use: dict[str, Any] | None) -> list[str]:
+    options, config = run.options, run.estimator.config
+    warnings = [
+        repetition_warning(data_use["epochs"]) if data_use else None,
+        rate_problem(options.budget, options.optimizer),
+        shape_warning(read_language_config(options.model), options.budget.original),
+        few_steps_warning(options.budget, run.budget),
+        context_warning(config, run.estimator.seq_len),
+        text_only_warning(config),
+        run.estimator.activation_warning(run.trainable),
+        teacher_warning(options.model, options.teacher) if options.teacher else no_teacher_warning(options.model),
+    ]
+    return list(filter(None, warnings))
 
 
 def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
@@ -180,25 +201,29 @@ def _default_peaks(budget: Budget, method: str | None) -> dict[str, float] | Non
     }
 
 
-def _seq_len(requested: int | None, manifest: Manifest | None, config: Mapping[str, Any]) -> int:
-    if manifest is None:
-        return requested or default_seq_len(config)
-    if requested not in (None, manifest.seq_len):
-        raise InputError(
-            f"--seq-len {requested}, but the cache has windows of {manifest.seq_len} tokens; leave the option out."
-        )
-    return manifest.seq_len
+def _memory(run: _Run) -> dict[str, Any]:
+    """Return the memory of each choice of `--trainable`, and with `memory` the commands that fit."""
+    options, seq_len = run.options, run.estimator.seq_len
+    return {
+        **{part: _memory_of(run, part) for part in TRAINABLE},
+        "micro_batch_tokens": run.micro_batch * seq_len,
+        "least_micro_batch_tokens": seq_len,
+        "optimizer": options.optimizer,
+        "formula": MEMORY_FORMULA,
+        "fitting": options.memory and _fitting(run, options.memory),
+    }
 
 
-def _memory(estimator: MemoryEstimator, part: str, micro_batch: int, numbers: list[int]) -> dict[str, Any] | None:
+def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
     """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
     `least`: the same with micro-batches of one window, whose activations are computed again. None if the model does not
     have the part.
     """
+    estimator, numbers = run.estimator, run.device_counts
     if part not in parts_of(estimator.config):
         return None
-    needed = estimator.memory(MemoryOptions(part, micro_batch))
+    needed = estimator.memory(MemoryOptions(part, run.micro_batch))
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
@@ -208,16 +233,6 @@ def _memory(estimator: MemoryEstimator, part: str, micro_batch: int, numbers: li
     return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), **others}
 
 
-def _time(estimator: MemoryEstimator, part: str, tokens: int, processes: int) -> dict[str, Any] | None:
-    """Return the time of training a part; None if the model does not have it."""
-    if part not in parts_of(estimator.config):
-        return None
-    read = (estimator.tensors, estimator.trained(part), estimator.teacher)
-    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
-    flops = flops_per_token(n_params, n_trained, n_teacher)
-    return estimate_time(flops * tokens, processes)
-
-
 def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
     return {
         "replicated_bytes_per_process": needed.replicated(),
@@ -225,20 +240,12 @@ def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
     }
 
 
-def _fitting(
-    estimator: MemoryEstimator,
-    trainable: str,
-    memory: int,
-    micro_batch: int | None,
-    n_windows: int,
-    numbers: list[int],
-    model: str,
-    teacher: Path | None,
-) -> dict[str, dict[str, Any] | None]:
+def _fitting(run: _Run, memory: int) -> dict[str, dict[str, Any] | None]:
     """Return, by the number of devices, the first command that fits into their memory; None where none does.
 
-    The part `trainable` is tried first, then smaller ones. `micro_batch`: the only one to try, in windows; None: any.
+    The part that is planned is tried first, then smaller ones.
     """
+    estimator, options = run.estimator, run.options
 
     def describe(chosen: MemoryOptions, n: int) -> dict[str, Any]:
         return {
@@ -246,14 +253,32 @@ def _fitting(
             "activation_checkpointing": chosen.activation_checkpointing,
             "micro_batch_tokens": chosen.micro_batch * estimator.seq_len,
             "bytes_per_process": estimator.memory(chosen).per_device(n),
-            "command": run_command(chosen, model, teacher, estimator, n),
+            "command": run_command(chosen, str(options.model), options.teacher, estimator, n),
         }
 
-    parts = TRAINABLE[TRAINABLE.index(trainable) :]
+    parts = TRAINABLE[TRAINABLE.index(run.trainable) :]
     fitting = {
-        n: first_that_fits(estimator, parts, memory, n_windows // n, n, micro_batch=micro_batch) for n in numbers
+        n: first_that_fits(estimator, parts, memory, run.n_windows // n, n, micro_batch=options.micro_batch)
+        for n in run.device_counts
+        if run.n_windows % n == 0
     }
     return {str(n): describe(chosen, n) if chosen else None for n, chosen in fitting.items()}
+
+
+def _time(run: _Run) -> dict[str, Any]:
+    """Return the time of training each choice of `--trainable`."""
+    return {**{part: _time_of(run, part) for part in TRAINABLE}, "mfu": MFU, "formula": TIME_FORMULA}
+
+
+def _time_of(run: _Run, part: str) -> dict[str, Any] | None:
+    """Return the time of training a part; None if the model does not have it."""
+    estimator = run.estimator
+    if part not in parts_of(estimator.config):
+        return None
+    read = (estimator.tensors, estimator.trained(part), estimator.teacher)
+    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
+    flops = flops_per_token(n_params, n_trained, n_teacher)
+    return estimate_time(flops * run.budget.tokens, run.options.processes)
 
 
 def program_on(devices: int) -> str:
@@ -283,12 +308,13 @@ def _original(name: str) -> dict[str, Any]:
     return {key: getattr(find_original(name), key) for key in keys}
 
 
-def _data(data: Path | None, manifest: Manifest | None, budget: Budget, seq_len: int) -> dict[str, Any] | None:
+def _data_use(run: _Run, manifest: Manifest | None) -> dict[str, Any] | None:
+    """Return how much of the token cache the run reads; None without one."""
     if manifest is None:
         return None
-    n_windows = -(-manifest.n_tokens // seq_len)
-    epochs = budget.steps * (budget.global_batch_tokens // seq_len) / n_windows
-    return {"cache": str(data), "tokens": manifest.n_tokens, "sequences": n_windows, "epochs": epochs}
+    n_windows = -(-manifest.n_tokens // run.estimator.seq_len)
+    epochs = run.budget.steps * run.n_windows / n_windows
+    return {"cache": str(run.options.data), "tokens": manifest.n_tokens, "sequences": n_windows, "epochs": epochs}
 
 
 def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
@@ -302,6 +328,6 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
     measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
-    method = None if was_uptrained(model) else merge_method(model)
-    expected = f"{FIRST_LOSS[method]}. " if method in FIRST_LOSS else ""
+    facts = None if was_uptrained(model) else find_facts(merge_method(model))
+    expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"

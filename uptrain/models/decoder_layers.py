@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from model.decoder.attention import exclude_segments_from_compilation
 from model.decoder.config import is_native
 from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import LanguageModel
 from model.language_model import read_language_config
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta_from_config
 
 

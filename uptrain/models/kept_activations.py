@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import refusing
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import meta_student
 
 _MOST_LAYERS = 4

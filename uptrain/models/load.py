@@ -1,4 +1,4 @@
-"""Build students and teachers: loaded from a checkpoint, initialised at random, or empty for a training checkpoint."""
+"""Build students and teachers: loaded, with random weights, uninitialised for a training checkpoint, or on meta."""
 
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -14,18 +14,12 @@ from model.common.errors import InputError
 from model.decoder import loading
 from model.decoder.config import is_native, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
-from model.decoder.loading import load_model
+from model.decoder.loading import LanguageModel, load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
-from uptrain.models.frozen_parameters import (
-    autocast_experts,
-    choose_trainable,
-    set_dtypes,
-    set_dtypes_of_undefined,
-    uncast_names,
-)
-from uptrain.models.language_model import LanguageModel
+from uptrain.models.casting_layers import autocast_experts
+from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_uninitialized, uncast_names
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
 
@@ -58,19 +52,19 @@ def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> Lan
     return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
 
 
-def empty_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
-    """Return the model of a folder's config.json with undefined weights, in the dtypes of `load_student`."""
+def uninitialized_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
+    """Return the model of a folder's config.json with uninitialised weights, in the dtypes of `load_student`."""
     if part == "all":
-        return autocast_experts(_empty(folder, torch.float32))
-    student, dtype = _in_stored_dtype(folder, lambda dtype: _empty(folder, dtype))
+        return autocast_experts(_uninitialized(folder, torch.float32))
+    student, dtype = _in_stored_dtype(folder, lambda dtype: _uninitialized(folder, dtype))
     choose_part(student, part, lora_rank, folder)
-    set_dtypes_of_undefined(student, dtype)
+    set_dtypes_of_uninitialized(student, dtype)
     return student
 
 
-def empty_teacher(folder: Path, precision: str) -> LanguageModel:
-    """Return the model of a folder's config.json with undefined weights, without gradients."""
-    return _empty(folder, teacher_dtype(precision)).requires_grad_(False)
+def uninitialized_teacher(folder: Path, precision: str) -> LanguageModel:
+    """Return the model of a folder's config.json with uninitialised weights, without gradients."""
+    return _uninitialized(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
 def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel]) -> tuple[LanguageModel, torch.dtype]:
@@ -98,7 +92,7 @@ def teacher_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
+def _uninitialized(folder: Path, dtype: torch.dtype) -> LanguageModel:
     config = read_language_config(folder)
     if is_native(config):
         with torch.device("meta"):
@@ -111,11 +105,11 @@ def _empty(folder: Path, dtype: torch.dtype) -> LanguageModel:
                 f"{folder}/config.json describes a model of {console.size(nbytes)}, which does not fit into memory; "
                 "correct its sizes, or use a machine with more."
             ) from error
-    return TransformersModel(_undefined_hf_model(folder, dtype)).eval()
+    return TransformersModel(_uninitialized_hf_model(folder, dtype)).eval()
 
 
-def _undefined_hf_model(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Return transformers' model of a folder's config.json with undefined weights, which take no memory until written.
+def _uninitialized_hf_model(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' model of a folder's config.json, whose weights take no memory until they are written.
 
     Its buffers are computed, because training checkpoints lack most of them.
     """
@@ -150,9 +144,9 @@ def build_meta_from_config(folder: Path) -> LanguageModel:
 
 
 def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tuple[LanguageModel, int]:
-    """Return `empty_student` of a model of transformers' classes on the meta device, and how many layers it has.
+    """Return what `load_student` returns, on the meta device and cut to `n_layers` decoder layers, and how many it has.
 
-    It has the first `n_layers` decoder layers at most. Its class must name them.
+    Only for transformers' classes that name the class of their decoder layers (`_no_split_modules`).
     """
     student, dtype = _in_stored_dtype(folder, lambda _: build_meta_from_config(folder))
     assert isinstance(student, TransformersModel)
@@ -247,7 +241,7 @@ def random_student(folder: Path, seed: int) -> LanguageModel:
             model = TransformersModel(build_hf_model(folder, torch.float32)).eval()
         check_separation(model)
         return autocast_experts(model)
-    student = empty_student(folder)
+    student = uninitialized_student(folder)
     assert isinstance(student, LlamaForCausalLM)
     std = checks.number(config.get("initializer_range", 0.02), "config.json has initializer_range")
     generator = torch.Generator().manual_seed(seed)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from model.common.errors import InputError
-from uptrain.models.frozen_parameters import FrozenLinear, make_cast_in_use
-from uptrain.models.language_model import LanguageModel
+from model.decoder.loading import LanguageModel
+from uptrain.models.casting_layers import FrozenLinear, make_cast_in_use
 from uptrain.models.trainable_choices import check_rank
 
 _OF_LAYER = re.compile(r"\.\d+\.")

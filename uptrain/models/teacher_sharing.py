@@ -10,10 +10,10 @@ from torch import nn
 
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
+from model.decoder.loading import LanguageModel
 from model.decoder.transformers_model import THEIRS
 from model.language_model import open_language_model
-from uptrain.models.frozen_parameters import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
-from uptrain.models.language_model import LanguageModel
+from uptrain.models.casting_layers import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.load import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]

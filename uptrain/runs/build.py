@@ -7,22 +7,22 @@ from accelerate import Accelerator
 
 from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
+from model.decoder.loading import LanguageModel
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
+from uptrain.models.casting_layers import set_state_dtype, use_float32_states
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
-from uptrain.models.frozen_parameters import set_state_dtype, use_float32_states
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import (
-    empty_student,
-    empty_teacher,
     load_student,
     load_teacher,
     random_student,
     teacher_dtype,
+    uninitialized_student,
+    uninitialized_teacher,
 )
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
@@ -40,10 +40,11 @@ def build_initial(
 ) -> Training:
     """Build a Training with the initial weights of a run."""
     part = settings.trainable
+    source = config_folder if part == "all" else Path(settings.model)
     student, weights = load_on_main(
         accelerator,
         lambda: initial_student(settings, config_folder),
-        lambda: empty_student(config_folder if part == "all" else Path(settings.model), part, settings.lora_rank),
+        lambda: uninitialized_student(source, part, settings.lora_rank),
     )
     training = build(settings, student, accelerator, folder, checkpoints)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -119,7 +120,7 @@ def _build_teacher(
     teacher, weights = load_on_main(
         accelerator,
         lambda: load_teacher(path, settings.precision, skip=owners),
-        lambda: empty_teacher(path, settings.precision),
+        lambda: uninitialized_teacher(path, settings.precision),
     )
     check_same_vocab_size(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
     shared_bytes = share(owners, teacher, dtype)

@@ -12,6 +12,7 @@ from model.common.errors import InputError, prefix_path
 from model.common.launcher import is_local_main_process
 from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.completeness import check_head
+from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from model.language_model import open_language_model, read_language_config, wrapper_of
@@ -20,7 +21,6 @@ from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import wants_sharding
 from uptrain.models.decoder_layers import layer_class_names
-from uptrain.models.language_model import LanguageModel
 from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_shapes
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size

@@ -24,7 +24,7 @@ _BLOCK = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
 
-def identities(settings: Settings) -> dict[str, str]:
+def run_fingerprints(settings: Settings) -> dict[str, str]:
     """Return the SHA-256 of those that the run has: model, frozen tensors, teacher and held-out data."""
     models = {"model": settings.model, "teacher": settings.teacher}
     sha256s = {name: model_sha256(Path(path)) for name, path in models.items() if path}

@@ -19,7 +19,7 @@ from uptrain.runs.settings import Settings
 
 MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", ".lock"
 PARENT = {"run": str, "step": int}
-IDENTIFIED = ("model", "teacher", "teacher_logits", "eval_data")
+FINGERPRINTED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
 RUN_STATE_TYPES = {
     "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
@@ -69,7 +69,7 @@ class Run:
         if self.parent is not None:
             check_types(self.parent, PARENT, "parent")
         for name in self.identities:
-            if name != "frozen" and (name not in IDENTIFIED or not getattr(self.settings, name)):
+            if name != "frozen" and (name not in FINGERPRINTED or not getattr(self.settings, name)):
                 raise InputError(f"identities.{name} matches no setting")
         if ("frozen" in self.identities) != (self.settings.trainable != "all"):
             raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")

@@ -20,7 +20,7 @@ from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_at
 from model.decoder.config import is_native
 from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
-from uptrain.budget.conversion_record import parent_advice, teacher_warning
+from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
 from uptrain.budget.identify import shape_warning
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
@@ -95,7 +95,7 @@ def launch_new(options: RunOptions) -> None:
         few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
         context_warning(config, max(seq_lens)), _packing_warning(config),
         text_only_warning(config), _evaluation_warning(settings, budget.tokens),
-        parent_advice(folder) if is_plain else None,
+        no_teacher_warning(folder) if is_plain else None,
         *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:

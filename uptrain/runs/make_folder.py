@@ -22,7 +22,7 @@ from uptrain.runs.settings import Settings
 def make_folder(
     settings: Settings,
     budget: Budget,
-    identities: dict[str, str],
+    fingerprints: dict[str, str],
     config_folder: Path,
     out: Path,
     parent: dict[str, Any] | None = None,
@@ -41,7 +41,7 @@ def make_folder(
         settings=settings,
         budget=budget,
         cache_sha256=TokenCache.open(Path(settings.data)).manifest.sha256,
-        identities=identities,
+        identities=fingerprints,
         versions={name: version(name) for name in ("groupwise", "torch", "accelerate", "transformers")},
         parent=parent,
     )

@@ -10,8 +10,8 @@ from model.common.errors import InputError
 from model.common.files import check_name
 from model.common.launcher import is_local_main_process, world_size
 from model.language_model import read_language_config
-from uptrain.budget.budget import Budget, make_budget, rate_problem
-from uptrain.budget.conversion_record import default_trainable, merge_method, source_names
+from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
+from uptrain.budget.conversion_record import merge_method, source_names
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
@@ -133,7 +133,7 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
-    if is_local_main_process() and (warning := estimator.warning(chosen.trainable)):
+    if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
         warn(warning)
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 

@@ -40,10 +40,10 @@ from uptrain.checkpoints.tensors import SaveError, read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
 from uptrain.distributed.collectives import gather, is_lost_process, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
-from uptrain.models.load import empty_student
+from uptrain.models.load import uninitialized_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
-from uptrain.runs.fingerprints import check_same, check_same_data, identities
+from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
@@ -80,7 +80,7 @@ def start(
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
-    on_main(accelerator, lambda: make_folder(settings, budget, identities(settings), config_folder, out))
+    on_main(accelerator, lambda: make_folder(settings, budget, run_fingerprints(settings), config_folder, out))
     with _locked_on_main(accelerator, out) as check_lock:
         checkpoints.check_lock = check_lock
         return train_run(out, settings, training, RunState(), None)
@@ -114,7 +114,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
             if reads_model:
                 training = build_initial(settings, folder / MODEL, accelerator, folder, checkpoints)
             else:
-                training = build(settings, empty_student(folder / MODEL), accelerator, folder, checkpoints)
+                training = build(settings, uninitialized_student(folder / MODEL), accelerator, folder, checkpoints)
         training.deadline, training.show = deadline, without_errors(show)
         checkpoints.check_lock = check_lock
         if checkpoint is None:
@@ -214,7 +214,7 @@ def _run_id(folder: Path) -> str:
     return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 
 
-def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str:
+def _disk_space_warning(folder: Path, settings: Settings, training: Training) -> str | None:
     """Return a warning if the disk lacks the room for the checkpoints that the run keeps, and one more."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
@@ -222,7 +222,7 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + SPARE)
     free = shutil.disk_usage(folder).free
     if free >= needed:
-        return ""
+        return None
     return (
         f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for those that it keeps, but "
         f"{size(free)} are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves "
@@ -285,8 +285,8 @@ def _record_start(
     folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
 ) -> None:
     _log_start(settings, training, state, checkpoint)
-    if problem := _disk_space_warning(folder, settings, training):
-        warn(problem)
+    if warning := _disk_space_warning(folder, settings, training):
+        warn(warning)
     _write_run_state(folder, "running", state.step)
 
 

@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoder.devices import float64_device, to_float64
-from model.decoder.llama import LlamaForCausalLM
-from model.decoder.losses import ChunkLogits
+from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
-from uptrain.training.losses.kl import hidden_states, whole_logits
+from uptrain.training.logits import chunk_logits, tokens_per_chunk
 
 _MAX_LOSS = math.log(sys.float_info.max)
 """Largest loss whose perplexity is a finite float."""
-CHUNK_LOGITS = 1 << 22
-"""Logits that a model computes at a time."""
 N_SUMS = 5
 """Number of sums that `measure_batch` returns."""
 
@@ -61,9 +57,9 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     targets_N = batch.targets_N[has_target_N]
     sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(targets_N.device))
     sums[0] = len(targets_N)
-    step = max(1, CHUNK_LOGITS // len(student.head_weight))
-    student_NV = _logits(student, batch, has_target_N, step)
-    teacher_NV = None if teacher is None else _logits(teacher, batch, has_target_N, step)
+    step = tokens_per_chunk(student)
+    student_NV = chunk_logits(student, batch, step, has_target_N)
+    teacher_NV = None if teacher is None else chunk_logits(teacher, batch, step, has_target_N)
     for start in range(0, len(targets_N), step):
         chunk = slice(start, start + step)
         log_student_CV = student_NV.of(chunk).log_softmax(dim=1)
@@ -74,23 +70,3 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
             sums[3] += to_float64((log_teacher_CV.exp() * (log_teacher_CV - log_student_CV)).sum(dim=1)).sum()
             sums[4] += (log_teacher_CV.argmax(dim=1) == log_student_CV.argmax(dim=1)).sum().to(sums.device)
     return sums
-
-
-class _StoredLogits:
-    """Computed logits with the interface of `ChunkLogits`."""
-
-    def __init__(self, logits_NV: Tensor) -> None:
-        self.logits_NV = logits_NV
-
-    def of(self, chunk: slice) -> Tensor:
-        return self.logits_NV[chunk].float()
-
-
-def _logits(model: LanguageModel, batch: Batch, has_target_N: Tensor, chunk_size: int) -> ChunkLogits | _StoredLogits:
-    """Return the logits of the tokens that have a target.
-
-    transformers models may scale or cap logits, so theirs come from the model's own forward pass.
-    """
-    if isinstance(model, LlamaForCausalLM):
-        return ChunkLogits(hidden_states(model, batch)[has_target_N], model.head_weight, chunk_size)
-    return _StoredLogits(whole_logits(model, batch)[has_target_N])

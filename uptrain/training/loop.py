@@ -190,9 +190,9 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
 def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> _Due:
     """Make and record one step; return what is due after it."""
     started = time.perf_counter()
-    # For a class of transformers that draws random numbers in training. CPython's hash of a tuple of integers is not
-    # randomised.
-    torch.manual_seed(hash((training.seed, step, training.accelerator.process_index)))
+    # For a class of transformers that draws random numbers in training. NumPy guarantees the stream of a SeedSequence.
+    entropy = (training.seed, step, training.accelerator.process_index)
+    torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
     windows = windows_of_step(step, training.cache.n_windows, training.global_batch, training.seed)
     n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
     rate = learning_rate(training.schedule, step)

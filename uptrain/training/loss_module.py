@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch, TopK
 from uptrain.distributed.collectives import all_reduce_sum
-from uptrain.models.language_model import LanguageModel
 from uptrain.training.losses import find_loss
 
 STUDENT = "student."

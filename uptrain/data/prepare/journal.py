@@ -73,7 +73,7 @@ def load_records(
     records: dict[int, UnitRecord] = {}
     for unit in units:
         entry = staging.finished.get(str(unit.number))
-        if entry and entry["identity"] == unit.identity():
+        if entry and entry["identity"] == unit.fingerprint():
             unit_record = UnitRecord(**entry)
             if _is_complete(staging.folder, unit.number, unit_record, dtype):
                 records[unit.number] = unit_record
@@ -117,7 +117,7 @@ def join_machine_shards(
 
 def _check_same_files(other: Staging, units: list[Unit]) -> None:
     entries = {unit: other.finished.get(str(unit.number)) for unit in units}
-    differing = [unit for unit, entry in entries.items() if entry and entry["identity"] != unit.identity()]
+    differing = [unit for unit, entry in entries.items() if entry and entry["identity"] != unit.fingerprint()]
     if differing:
         raise InputError(
             f"{len(differing):,} finished units in {other.root} are of other files than now: path, size or "

@@ -142,9 +142,9 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
         "--text-column": options.text_column,
     }
     weights = [str(source.weight) for source in sources]
-    identities = [unit.identity() for unit in units]
+    fingerprints = [unit.fingerprint() for unit in units]
     inputs = _hash(
-        [_hash(list(unit_inputs.values())), identities, weights, options.seq_len, options.n_tokens, options.skip_bad]
+        [_hash(list(unit_inputs.values())), fingerprints, weights, options.seq_len, options.n_tokens, options.skip_bad]
     )
     return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), unit_inputs, inputs)
 

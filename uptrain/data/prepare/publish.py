@@ -16,7 +16,7 @@ from uptrain.data.prepare.build import CacheBuild, check_bad
 from uptrain.data.prepare.quotas import Records, finalise_quotas, left_out_warning
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
-from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_identity
+from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_fingerprint
 from uptrain.data.prepare.workers import Pool, do_checksum
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 
@@ -80,13 +80,13 @@ def publish(
 def _checksums(taken: Taken, staging: Staging, pool: Pool, quiet: bool) -> dict[str, str]:
     """Return the sha256 of every needed source file, from the journal if it is recorded there."""
     paths = dict.fromkeys(piece.path for unit, _ in taken for piece in unit.pieces)
-    identities = {path: file_identity(path) for path in paths}
+    fingerprints = {path: file_fingerprint(path) for path in paths}
     entries = {path: staging.finished.get(f"sha256 {path}", {}) for path in paths}
-    missing = [path for path in paths if entries[path].get("identity") != identities[path]]
+    missing = [path for path in paths if entries[path].get("identity") != fingerprints[path]]
     total = sum(Path(path).stat().st_size for path in missing)
     with console.progress_bar("Checksums of the sources", total, quiet) as advance:
         for path, future in pool.run(do_checksum, iter(missing), lambda n_read, _: advance(n_read)):
-            entries[path] = {"identity": identities[path], "sha256": future.result()}
+            entries[path] = {"identity": fingerprints[path], "sha256": future.result()}
             staging.record(f"sha256 {path}", entries[path])
     return {path: entries[path]["sha256"] for path in paths}
 

@@ -48,16 +48,16 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> U
 
     Raises InputError for a damaged file, and for the first bad record, with its position, unless they are skipped.
     """
-    identity = unit.identity()
+    fingerprint = unit.fingerprint()
     with _Shard(job, unit.number) as shard:
         work = _Work(job, shard, encoder, report)
         for piece in unit.pieces:
             work.read(piece, find_reader(unit.format))
         tokens_sha256, documents_sha256 = shard.finish()
-    check_unchanged(unit, identity)
+    check_unchanged(unit, fingerprint)
     return UnitRecord(
-        identity, shard.n_tokens, len(shard.starts), work.n_records, dict(work.dropped), work.skipped, work.first_bad,
-        tokens_sha256, documents_sha256, work.other_labels,
+        fingerprint, shard.n_tokens, len(shard.starts), work.n_records, dict(work.dropped), work.skipped,
+        work.first_bad, tokens_sha256, documents_sha256, work.other_labels,
     )  # fmt: skip
 
 

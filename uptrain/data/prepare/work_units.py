@@ -34,9 +34,9 @@ class Unit:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
-    def identity(self) -> list[Any]:
+    def fingerprint(self) -> list[Any]:
         """Return paths, sizes, modification times and ranges of the pieces, which detect changed files."""
-        return [[*file_identity(piece.path), piece.begin, piece.end] for piece in self.pieces]
+        return [[*file_fingerprint(piece.path), piece.begin, piece.end] for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class UnitRecord:
     """Record of a finished unit."""
 
     identity: list[Any]
+    """The unit's fingerprint, under the key that it has in the journal."""
     n_tokens: int
     n_documents: int
     n_records: int
@@ -59,16 +60,16 @@ class UnitRecord:
     """Number of documents whose labels were others than their ids."""
 
 
-def file_identity(path: str) -> list[Any]:
+def file_fingerprint(path: str) -> list[Any]:
     """Return a file's absolute path, size in bytes, and modification time in nanoseconds."""
     stat = Path(path).stat()
     return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]  # noqa: PTH100 (resolving links is slow)
 
 
-def check_unchanged(unit: Unit, identity: list[Any]) -> None:
+def check_unchanged(unit: Unit, fingerprint: list[Any]) -> None:
     """Raise InputError if a file of the unit has changed."""
-    for piece, before in zip(unit.pieces, identity, strict=True):
-        if not Path(piece.path).exists() or file_identity(piece.path) != before[:3]:
+    for piece, before in zip(unit.pieces, fingerprint, strict=True):
+        if not Path(piece.path).exists() or file_fingerprint(piece.path) != before[:3]:
             raise InputError(f"{piece.path} changed while it was read; run the same command when nothing writes to it.")
 
 

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import LossAndGradient, chunk_size, chunked_loss
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
-from uptrain.training.losses.kl import hidden_states, kl_of_chunks, whole_kl, whole_logits
+from uptrain.training.logits import hidden_states, whole_logits
+from uptrain.training.losses.kl import kl_of_chunks, whole_kl
 from uptrain.training.losses.top_k_kl import top_k_kl_of_chunks, whole_top_k_kl
 
 

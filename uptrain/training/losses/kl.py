@@ -1,8 +1,8 @@
 """Compute KL(teacher ‖ student) of the next-token distributions, from a teacher that runs beside the student.
 
 The temperature is 1, and the sum runs over the whole vocabulary (Hinton et al. 2015): the top k alone would give a
-biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.losses`). transformers models
-may scale, cap or bias their logits, so their forward pass computes them, for all tokens at once.
+biased teacher (Anshumann et al. 2025). Logits are computed chunk by chunk (`model.decoder.losses`), but those of
+transformers models for all tokens at once (`uptrain.training.logits`).
 
 Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size (the teacher's may differ).
 """
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import ChunkLogits, LossAndGradient, chunk_size, chunked_loss
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
+from uptrain.training.logits import whole_logits
 
 
 def chunked_kl(
@@ -32,18 +33,6 @@ def kl_of_chunks(teacher_NM: Tensor, teacher_weight_VM: Tensor, size: int) -> Lo
     """Return the divergence for `chunked_loss`, of chunks of `size` tokens."""
     teacher_logits = ChunkLogits(teacher_NM, teacher_weight_VM, size)
     return lambda chunk, logits_CV: _loss_and_grad(teacher_logits.of(chunk), logits_CV)
-
-
-def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:
-    """Return the hidden states of each row's tokens except the last, [N, M]."""
-    return model.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
-
-
-def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
-    """Return the logits of each row's tokens except the last, [N, V]."""
-    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
-    assert isinstance(logits_BTV, Tensor)
-    return logits_BTV[:, :-1].flatten(0, 1)
 
 
 def whole_kl(student_NV: Tensor, teacher: LanguageModel, batch: Batch, has_target_N: Tensor) -> Tensor:

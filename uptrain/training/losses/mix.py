@@ -3,11 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from model.decoder.losses import IGNORED, LossAndGradient, chunked_loss, cross_entropy_of_chunks
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
+from uptrain.training.logits import whole_logits
 from uptrain.training.losses.distill import kl_of_logits, needs_whole_logits, run_models
-from uptrain.training.losses.kl import whole_logits
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:

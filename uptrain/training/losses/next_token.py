@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch
-from uptrain.models.language_model import LanguageModel
 
 
 def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch) -> Tensor:

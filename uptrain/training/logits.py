@@ -1,0 +1,56 @@
+"""Compute the logits of a batch: of all tokens at once, or of a chunk at a time.
+
+transformers models may scale, cap or bias their logits, so their own forward pass computes them, for all tokens at
+once.
+
+Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size.
+"""
+
+from torch import Tensor
+
+from model.decoder.loading import LanguageModel
+from model.decoder.losses import ChunkLogits
+from model.decoder.transformers_model import TransformersModel
+from uptrain.data.batch import Batch
+
+_CHUNK_LOGITS = 1 << 22
+"""Logits of a chunk, where they are computed without gradients."""
+
+
+class WholeLogits:
+    """Computed logits with the interface of `ChunkLogits`."""
+
+    def __init__(self, logits_NV: Tensor) -> None:
+        self.logits_NV = logits_NV
+
+    def of(self, chunk: slice) -> Tensor:
+        return self.logits_NV[chunk]
+
+
+def chunk_logits(
+    model: LanguageModel, batch: Batch, max_tokens: int, wanted_N: Tensor | slice = slice(None)
+) -> ChunkLogits | WholeLogits:  # fmt: skip
+    """Return the float32 logits of each row's tokens except the last, to read in chunks of at most `max_tokens`.
+
+    `wanted_N`: which of these tokens; a mask or a slice. Gradients do not flow through the logits of a chunk.
+    """
+    if isinstance(model, TransformersModel):
+        return WholeLogits(whole_logits(model, batch)[wanted_N])
+    return ChunkLogits(hidden_states(model, batch)[wanted_N], model.head_weight, max_tokens)
+
+
+def tokens_per_chunk(model: LanguageModel) -> int:
+    """Return how many tokens a chunk has where its logits are computed without gradients, at least 1."""
+    return max(1, _CHUNK_LOGITS // len(model.head_weight))
+
+
+def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the hidden states of each row's tokens except the last, [N, M]."""
+    return model.hidden(batch.ids_BT, batch.documents_BT)[:, :-1].flatten(0, 1)
+
+
+def whole_logits(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the float32 logits of each row's tokens except the last, [N, V]."""
+    logits_BTV = model(batch.ids_BT, None, batch.documents_BT)
+    assert isinstance(logits_BTV, Tensor)
+    return logits_BTV[:, :-1].flatten(0, 1)
