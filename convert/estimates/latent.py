@@ -15,7 +15,7 @@ from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.latent_weights import latent_weights
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
-from convert.latent.frequencies import even_positions, spacings
+from convert.latent.frequencies import even_pair_indices, spacings
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.planning.latent_plan import LatentPlan
@@ -92,7 +92,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
         before.o_HMD,
     )
-    target = conversion.target_at(even_positions(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
+    target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
     weights, x_BTM = latent_weights(latent, target.frequencies_F).to(runnable.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window_tokens
     return _Measured(

@@ -33,7 +33,7 @@ def solve_as(
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(target.positions, half):
+    for fold in folds(target.pair_indices, half):
         pairs, channel = list(fold.pairs), fold.channels[0]
         keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
         if method == "svd":

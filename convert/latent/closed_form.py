@@ -62,13 +62,13 @@ class LatentTarget:
 
     sizes: LatentSizes
     source_rope: SourceRope
-    positions: tuple[float, ...]
-    """The positions of the rotated key's channels (`convert.latent.frequencies`)."""
+    pair_indices: tuple[float, ...]
+    """The pair indices of the rotated key's channels (`convert.latent.frequencies`)."""
 
     @property
     def frequencies_F(self) -> Real:
         """The frequencies of the channels."""
-        return frequencies_at(self.source_rope, self.positions)
+        return frequencies_at(self.source_rope, self.pair_indices)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def solve_each(
     rest_KPX = heads.k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(target.positions, sizes.head_dim // 2):
+    for fold in folds(target.pair_indices, sizes.head_dim // 2):
         _share(fold, heads, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(source_rope.frequencies, source_rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)

@@ -128,10 +128,10 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     geometry = source.geometry
     sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
-    if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
+    if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
-            f"{CONVERSION_RECORD} records a channel at position {max(recipe.positions):g}, but the source's heads have "
-            f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
+            f"{CONVERSION_RECORD} records a channel at position {max(recipe.pair_indices):g}, but the source's heads "
+            f"have {source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
     layers = tuple(
@@ -144,8 +144,8 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     shards = _shards(checkpoint, layers, computed)
     names = [name for shard in shards for name in shard.tensors]
     tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
-    positions = recipe.positions
-    rope = None if positions is None else rope_parameters(source.rope, positions)
+    pair_indices = recipe.pair_indices
+    rope = None if pair_indices is None else rope_parameters(source.rope, pair_indices)
     return LatentPlan(
         geometry=geometry,
         n_kv_heads=geometry.n_heads,
