@@ -122,7 +122,7 @@ def join_parts(
     `latent`: the latent [L, X], and its maps to the source's keys and values, [K, D, L] each.
     """
     latent_LX, k_KDL, v_KDL = latent
-    queries_per_key = before.queries_per_key
+    heads_per_group = before.heads_per_group
     padding = ((0, 0), (0, target.sizes.nope - target.sizes.head_dim), (0, 0))
     scale = target.source_rope.scale**2  # of logits; queries take it
     return LatentMatrices(
@@ -130,8 +130,8 @@ def join_parts(
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,
         latent_LX=latent_LX,
         key_RX=np.concatenate([key_CX.real, key_CX.imag]),
-        k_HNL=np.pad(np.repeat(k_KDL, queries_per_key, axis=0), padding),
-        v_HDL=np.repeat(v_KDL, queries_per_key, axis=0),
+        k_HNL=np.pad(np.repeat(k_KDL, heads_per_group, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, heads_per_group, axis=0),
         o_HMD=before.o_HMD,
     )
 
@@ -194,10 +194,10 @@ def _latent(
     The latent minimises the squared errors of outputs plus those of logits, times `key_weight` and the head's output
     power, for inputs with the second moment of `moments.mixed_XX`.
     """
-    queries_per_key = before.queries_per_key
+    heads_per_group = before.heads_per_group
     loss_XX = np.zeros_like(moments.mixed_XX)
     for head, (q_DX, o_MD) in enumerate(zip(before.q_HDX, before.o_HMD, strict=True)):
-        key_DX, value_DX = rest_KDX[head // queries_per_key], before.v_KDX[head // queries_per_key]
+        key_DX, value_DX = rest_KDX[head // heads_per_group], before.v_KDX[head // heads_per_group]
         values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
         queries_DD = q_DX @ moments.tokens_XX @ q_DX.T / len(q_DX)
         power = float((values_XX * moments.mixed_XX).sum())  # what an error of the logits spoils
