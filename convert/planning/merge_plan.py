@@ -122,7 +122,7 @@ class MergePlan(Plan):
         if self.geometry.alibi and self.recipe.text is not None:
             masks_and_weights = 2 * 4 * self.geometry.n_heads * self.recipe.text.window_tokens**2  # of all heads
             running += masks_and_weights
-        if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
+        if self.geometry.attention.family.is_encoder_decoder:  # the encoder, in float32, reads the text as a whole
             encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
             running = max(running, encoder)
         return program + self.reader_bytes + max(running, self._embedding_memory())
