@@ -110,7 +110,17 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
     except InputError as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     return LatentRecipe(
-        recipe.method, recipe.seed, recipe.refit, recipe.refine, recipe.text, recipe.device, latent["latent"],
-        latent["rope"], latent["norm"], latent["frequencies"], latent["method"], tuple(map(float, pair_indices)),
-        latent.get("dtype"),
-    )  # fmt: skip
+        method=recipe.method,
+        seed=recipe.seed,
+        refit=recipe.refit,
+        refine=recipe.refine,
+        text=recipe.text,
+        device=recipe.device,
+        latent=latent["latent"],
+        rope_dims=latent["rope"],
+        norm=latent["norm"],
+        frequencies=latent["frequencies"],
+        latent_method=latent["method"],
+        pair_indices=tuple(map(float, pair_indices)),
+        dtype=latent.get("dtype"),
+    )

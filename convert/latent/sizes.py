@@ -125,6 +125,12 @@ def choose_sizes(
             f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
         )
     return LatentSizes(
-        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope_dims, norm,
-        frequencies,
-    )  # fmt: skip
+        n_heads=geometry.n_heads,
+        n_kv_heads=geometry.n_kv_heads,
+        head_dim=geometry.head_dim,
+        hidden_size=geometry.hidden_size,
+        latent=latent,
+        rope_dims=rope_dims,
+        norm=norm,
+        frequencies=frequencies,
+    )

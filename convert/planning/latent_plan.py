@@ -136,10 +136,15 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
     layers = tuple(
         LatentConversion(
-            recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
+            recipe=recipe,
+            sizes=sizes,
+            source_rope=source.rope,
+            prefix=f"{prefix}self_attn.",
+            attention_norm=f"{prefix}input_layernorm.weight",
+            scale=scale,
         )
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
-    )  # fmt: skip
+    )
     computed = _computed(checkpoint, layers, scale)
     shards = _shards(checkpoint, layers, computed)
     names = [name for shard in shards for name in shard.tensors]
