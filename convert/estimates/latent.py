@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from convert.calibration.attention_weights import latent_weights
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
-from convert.calibration.latent_weights import latent_weights
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.frequencies import even_pair_indices, spacings

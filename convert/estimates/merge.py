@@ -23,7 +23,7 @@ from convert.estimates.timing import (
     writing_seconds,
 )
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
@@ -108,10 +108,10 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     return _Measured(load, whole * run, whole * fastest(output), solving_speed())
 
 
-def _random_weights(plan: MergePlan) -> Weights:
+def _random_weights(plan: MergePlan) -> HeadWeights:
     """Return weights of a merged layer's shapes."""
     geometry, generator = plan.geometry, torch.Generator().manual_seed(0)
     n_inputs = geometry.hidden_size + bool(plan.conversions[0].biases)
     rows = [n * geometry.head_dim for n in (geometry.n_heads, plan.n_kv_heads, plan.n_kv_heads)]
     shapes = [*((n_rows, n_inputs) for n_rows in rows), (geometry.hidden_size, rows[0])]
-    return Weights(*(torch.randn(shape, generator=generator) for shape in shapes))
+    return HeadWeights(*(torch.randn(shape, generator=generator) for shape in shapes))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
-from convert.layers.runnable_layer import HeadObserver, HeadStates, ModelLayers, Weights
+from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights, ModelLayers
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -162,7 +162,7 @@ class T5DecoderLayer(ObservedLayer):
         self.check_finite(next_BAM)
         return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
 
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+    def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
         mixed: list[Tensor] = []
         parameters = {
             "q.weight": weights.q_CX,

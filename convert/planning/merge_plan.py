@@ -27,7 +27,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 if TYPE_CHECKING:
-    from convert.layers.runnable_layer import Weights
+    from convert.layers.runnable_layer import HeadWeights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -100,11 +100,11 @@ class MergePlan(Plan):
         calibrate_merges(checkpoint, self.conversions, text, folder, advance)
         return ()
 
-    def weights(self, index: int, tensors: dict[str, Real]) -> "Weights":
-        from convert.calibration.layer_output import weights_of  # imported here, because it needs torch
+    def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights":
+        from convert.calibration.attention_weights import head_weights  # imported here, because it needs torch
 
         merge = self.conversions[index]
-        return weights_of(attention_of(tensors, merge, merge.target))
+        return head_weights(attention_of(tensors, merge, merge.target))
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""

@@ -18,10 +18,10 @@ from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.calibration.attention_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
-from convert.calibration.latent_weights import latent_weights
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.frequencies import even_pair_indices

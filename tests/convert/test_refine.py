@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert as package
 from convert.calibration import refine
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 SHIPPED = Path(package.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
@@ -78,13 +78,13 @@ def test_steps_are_adams(monkeypatch):
 
     monkeypatch.setattr(refine, "heads_out", heads_out)
     monkeypatch.setattr(refine, "original_output", lambda layer, windows: target)
-    training = refine._Training(SimpleNamespace(inputs=lambda windows: x), Weights(*matrices), n_steps)
+    training = refine._Training(SimpleNamespace(inputs=lambda windows: x), HeadWeights(*matrices), n_steps)
     wide = [matrix.double().requires_grad_() for matrix in matrices]
     rates = [refine.RATE / n_rows**0.5 * float(matrix.square().mean().sqrt()) for matrix in matrices]
     mean, square = ([torch.zeros_like(matrix) for matrix in wide] for _ in range(2))
     for step in range(1, n_steps + 1):
         training.step([0])
-        weights = Weights(*wide)
+        weights = HeadWeights(*wide)
         out = heads_out(None, weights, x.double()) @ weights.o_MC.T
         error = (out - target.double()).square().mean() / target.double().square().mean()
         share = training._share_of_peak(step - 1)
