@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from convert import conversion, tables
+from convert import conversion
 from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
+from convert.commands import tables
 from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
 from convert.output.target import staging_for
