@@ -17,7 +17,7 @@ from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
-from model.checkpoint.latent_norm import EPSILON
+from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.console import Advance
@@ -74,7 +74,7 @@ class LatentPlan(Plan):
         scaled = any(output.scaled and output.scaled.factor != 1 for output in self.computed.values())
         residual = (
             "The embedding and the output projections of attention and MLP are scaled, so that\n"
-            f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "
+            f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}; the head is not tied. "
             if scaled
             else ""
         )
@@ -133,7 +133,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             f"{CONVERSION_RECORD} records a channel at position {max(recipe.pair_indices):g}, but the source's heads "
             f"have {source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
-    scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
+    scale = math.sqrt(LATENT_NORM_EPSILON / source.config.rms_norm_eps)
     layers = tuple(
         LatentConversion(
             recipe=recipe,
