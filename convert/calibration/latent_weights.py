@@ -1,8 +1,8 @@
 """Hold a layer's latent attention as float32 matrices, and run it on a text.
 
 Letters: B windows in a batch, T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs
-of these, Q = N + R, L numbers of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs (the
-hidden size), M outputs.
+of these, Q = N + R, L dimensions of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs
+(the hidden size), M outputs.
 """
 
 import math

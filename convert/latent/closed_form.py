@@ -210,7 +210,7 @@ def _latent(
         latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
         decoded_XL = np.pad(decoded_XL, ((0, 0), (0, size - decoded_XL.shape[1])))
     up_KUL = np.concatenate([rest_KDX, before.v_KDX], axis=1) @ decoded_XL
-    lengths_L = np.linalg.norm(up_KUL, axis=(0, 1))  # on the moments, the latent's numbers have unit variance
+    lengths_L = np.linalg.norm(up_KUL, axis=(0, 1))  # on the moments, the latent's dimensions have unit variance
     up_KUL[:, :, lengths_L <= _ROUND_OFF * lengths_L.max()] = 0.0
     k_KDL, v_KDL = np.split(up_KUL, 2, axis=1)
     return latent_LX, k_KDL, v_KDL

@@ -9,8 +9,8 @@ norm's weight γ takes back:
 - `bias`: the bias of the latent's last channel makes it β = 4096. The norm divides by √(β² / L + epsilon) but for a
   relative error of m L / (2 β²). γ takes that back. It needs an engine that reads the bias, and costs one channel.
 
-Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, Q = N + R, L numbers of the latent, D
-dimensions of a value head, U = N + D, X inputs (the hidden size), M outputs.
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, Q = N + R, L dimensions of the
+latent, D dimensions of a value head, U = N + D, X inputs (the hidden size), M outputs.
 """
 
 import math

@@ -28,7 +28,7 @@ equal."""
 LATENT_SHRINK = 2.0**-30
 """Factor of the latent's rows with `eps`. A power of two, so that it is exact in every dtype."""
 LATENT_CONSTANT = 4096.0
-"""Value of the latent's last number with `bias`; exact in float16."""
+"""Value of the latent's last dimension with `bias`; exact in float16."""
 KV_A, KV_A_NORM, KV_B = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 _PARTS = re.compile(rf"(.*\.)?self_attn\.({KV_A}|{KV_A_NORM}|{KV_B}|o_proj)\.(weight|bias)")
 
@@ -46,7 +46,7 @@ class LatentNorm:
 
     @property
     def usable(self) -> int:
-        """Number of the latent's usable numbers: all, but for constant ones."""
+        """Number of the latent's usable dimensions: all, but for constant ones."""
         return self.latent - n_constants(self.kind)
 
     @property
@@ -61,7 +61,7 @@ class LatentNorm:
 
 
 def n_constants(kind: str) -> int:
-    """Return how many numbers of the latent, its last ones, are constant to undo the norm."""
+    """Return how many dimensions of the latent, its last ones, are constant to undo the norm."""
     return 1 if kind == "bias" else 0
 
 

@@ -57,7 +57,7 @@ def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
 
 
 def test_round_off_is_not_made_into_weights(convert, tmp_path):
-    """Where nothing is lost, no key is left for the latent, and the spare numbers of the latent have no use."""
+    """Where nothing is lost, no key is left for the latent, and the spare dimensions of the latent have no use."""
     source, out = make_source(tmp_path / "source", num_key_value_heads=2), tmp_path / "out"
     convert("mha-to-mla", source, out, "--latent", 20, "--rope", 16, "--frequencies", "longrope").succeeded()
     for name, tensor in tensors_of(out).items():
