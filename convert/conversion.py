@@ -29,8 +29,8 @@ from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL
 from model.common.files import copy_file, sync_tree, tree_bytes
 from model.common.staging import Staging, check_room
 
-POSITIONS = "positions of the rotated key"
-"""The journal's name for the chosen positions."""
+PAIR_INDICES = "positions of the rotated key"
+"""The journal's name for the pair indices of the rotated key's channels."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -54,7 +54,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     with _resumable(staging, inputs_of(checkpoint, plan)), prefix_path(checkpoint.config_folder):
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
-        plan = _with_positions(checkpoint, plan, staging, quiet)
+        plan = _with_pair_indices(checkpoint, plan, staging, quiet)
         notes = plan.calibrate(checkpoint, staging.scratch, quiet)
         plan = replace(plan, notes=(*plan.notes, *notes))
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
@@ -102,22 +102,22 @@ def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, q
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
-def _with_positions(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
+def _with_pair_indices(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
     """Return a plan of latent attention with the frequencies of its rotated key, which are chosen on a text."""
-    if not isinstance(plan, LatentPlan) or plan.recipe.positions is not None:
+    if not isinstance(plan, LatentPlan) or plan.recipe.pair_indices is not None:
         return plan
-    from convert.calibration.latent_survey import choose_positions, survey_text  # imported here: it needs torch
+    from convert.calibration.latent_survey import choose_pair_indices, survey_text  # imported here: it needs torch
 
-    if POSITIONS not in staging.finished:
+    if PAIR_INDICES not in staging.finished:
         assert plan.recipe.text is not None
         text, folder = survey_text(plan.recipe.text), staging.scratch / "survey"
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         total = len(plan.conversions) * text.n_tokens
         with console.progress_bar("Choosing frequencies", total, quiet, unit="tokens x layers") as progress:
-            positions = choose_positions(checkpoint, plan.conversions, text, folder, progress)
+            pair_indices = choose_pair_indices(checkpoint, plan.conversions, text, folder, progress)
         shutil.rmtree(folder)
-        staging.record(POSITIONS, positions)
-    recipe = replace(plan.recipe, positions=tuple(staging.finished[POSITIONS]))
+        staging.record(PAIR_INDICES, pair_indices)
+    recipe = replace(plan.recipe, pair_indices=tuple(staging.finished[PAIR_INDICES]))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 

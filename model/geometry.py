@@ -124,9 +124,17 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
     _check_n_kv_heads(config, family, n_heads, n_kv_heads)
     check_complete(attention, checkpoint, {**config, "model_type": family.model_type})
     return Geometry(
-        match.model_type, n_layers, n_heads, n_kv_heads, head_dim, hidden_size, attention,
-        _n_rotary_pairs(config, family, head_dim, n_layers), match.text_config, _has_alibi(config, family),
-    )  # fmt: skip
+        model_type=match.model_type,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        attention=attention,
+        n_rotary_pairs=_n_rotary_pairs(config, family, head_dim, n_layers),
+        text_config=match.text_config,
+        alibi=_has_alibi(config, family),
+    )
 
 
 def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:

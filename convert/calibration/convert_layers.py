@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 
+from convert.calibration.attention_weights import AnyAttention, AnyWeights
 from convert.calibration.latent_weights import LatentWeights
-from convert.calibration.layer_output import AnyAttention, AnyWeights, outputs, squared_error
+from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
 from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 from convert.merging.layer import ConvertedLayer, LayerConversion
 from convert.merging.layer_file import FINISHED, save_layer
 from convert.merging.recipe import Recipe
@@ -52,7 +53,7 @@ def validation_errors(
     recipe: Recipe,
     folder: Path,
     indices: Collection[int],
-    versions: Callable[[int], Sequence[Weights | LatentWeights]],
+    versions: Callable[[int], Sequence[HeadWeights | LatentWeights]],
 ) -> dict[int, list[float]]:
     """Return the validation errors of versions of some layers on a recipe's text, by layer index.
 

@@ -18,7 +18,7 @@ from model.decoder.devices import float64_device, to_float64
 QUERIES = 2048
 """Queries sampled per head, over the whole text."""
 KEYS_PER_QUERY = 16
-"""Keys drawn for each of them, with its attention weights as probabilities."""
+"""Keys drawn for each of them, with its attention weights as probabilities. `moment_sums` has a number of its own."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ FOLDER/model.layers.11….latent.npz     layer 11, converted
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from convert.calibration.attention_weights import latent_weights, with_latent_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
-from convert.calibration.latent_weights import LatentWeights, latent_weights, with_latent_weights
 from convert.calibration.layer_output import squared_error
 from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
@@ -42,8 +43,7 @@ def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer,
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target
-    frequencies_F = target.frequencies_F
-    windows = comparison_windows(layer)
+    windows, to_weights = comparison_windows(layer), partial(latent_weights, frequencies_F=target.frequencies_F)
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":
@@ -53,10 +53,7 @@ def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer,
             yield closed
             yield solve_queries(layer, before, closed, target, sums.training_keys())
 
-    def weights_of(latent: LatentMatrices) -> LatentWeights:
-        return latent_weights(latent, frequencies_F)
-
-    best = min(candidates(), key=lambda latent: squared_error(layer, weights_of(latent), windows))
+    best = min(candidates(), key=lambda latent: squared_error(layer, to_weights(latent), windows))
     return refit_and_refine(
-        layer, conversion.recipe, conversion.balance(best), weights_of, with_latent_weights, advance
+        layer, conversion.recipe, conversion.balance(best), to_weights, with_latent_weights, advance
     )

@@ -6,7 +6,7 @@ linear map from what is cached (the rotated key and the latent) to a head's own 
 and its unrotated keys. It also makes up for channels whose frequency is not that of the RoPE pairs they stand for.
 
 Letters: S queries of a window, C keys drawn for each, N those of all queries (S·C), H query heads, K key/value heads, D
-head_dim, R rotated dimensions, F pairs of these, L numbers of the latent, Z = R + L, T tokens, X inputs (the hidden
+head_dim, R rotated dimensions, F pairs of these, L dimensions of the latent, Z = R + L, T tokens, X inputs (the hidden
 size).
 """
 

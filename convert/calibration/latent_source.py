@@ -30,7 +30,10 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
     check_shapes(checkpoint)
     frequencies, scale = inverse_frequencies(config.rope)
     rope = SourceRope(
-        tuple(frequencies.double().tolist()), scale, config.rope.theta, config.rope.kind == "default",
-        config.rope.max_positions,
-    )  # fmt: skip
+        frequencies=tuple(frequencies.double().tolist()),
+        scale=scale,
+        theta=config.rope.theta,
+        is_plain=config.rope.kind == "default",
+        context=config.rope.max_positions,
+    )
     return LatentSource(geometry, config, rope)

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from convert.calibration.attention_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
-from convert.calibration.latent_weights import latent_weights
 from convert.calibration.layer_output import original_output, squared_error
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
-from convert.latent.frequencies import spacings, stock_positions
+from convert.latent.frequencies import spacings, stock_pair_indices
 from convert.latent.layer import LatentConversion
 from convert.layers.layer_stream import Layer, iter_layers
 from convert.merging.weights import Real
@@ -37,14 +37,14 @@ def survey_text(text: CalibrationText) -> CalibrationText:
 
 
 @torch.no_grad()
-def choose_positions(
+def choose_pair_indices(
     checkpoint: Checkpoint, conversions: Sequence[LatentConversion], text: CalibrationText, folder: Path,
     advance: Advance,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the positions of the rotated key's channels. `advance` counts tokens, layer by layer."""
+    """Return the pair indices of the rotated key's channels. `advance` counts tokens, layer by layer."""
     recipe = conversions[0].recipe
     n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
-    candidates = [stock_positions(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
+    candidates = [stock_pair_indices(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
     errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
@@ -93,8 +93,8 @@ def _errors(
     batches = layer.windows.batches(windows)
     power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
     errors = []
-    for positions in candidates:
-        target = conversion.target_at(positions)
+    for pair_indices in candidates:
+        target = conversion.target_at(pair_indices)
         latent = solve_queries(layer, before, solve(before, moments, target), target, sums.training_keys())
         errors.append(squared_error(layer, latent_weights(latent, target.frequencies_F), windows) / power)
     return np.array(errors)

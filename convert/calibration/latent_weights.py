@@ -1,21 +1,18 @@
 """Hold a layer's latent attention as float32 matrices, and run it on a text.
 
 Letters: B windows in a batch, T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs
-of these, Q = N + R, L numbers of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs (the
-hidden size), M outputs.
+of these, Q = N + R, L dimensions of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs
+(the hidden size), M outputs.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.latent.matrices import LatentMatrices
-from convert.merging.weights import join_heads, split_heads
 from model.decoder.attention import Mask, attend
 from model.decoder.rope import cos_sin, rotate
 
@@ -47,8 +44,15 @@ class LatentWeights:
     def with_matrices(self, *matrices: Tensor) -> "LatentWeights":
         """Return the weights with other matrices, in the order of iteration."""
         q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, o_MC = matrices
-        return LatentWeights(
-            q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, o_MC, self.frequencies_F, self.head_dim
+        return replace(
+            self,
+            q_nope_CX=q_nope_CX,
+            q_rope_CX=q_rope_CX,
+            latent_LX=latent_LX,
+            key_RX=key_RX,
+            k_CL=k_CL,
+            v_CL=v_CL,
+            o_MC=o_MC,
         )
 
     def heads_out(self, x_BTM: Tensor) -> Tensor:
@@ -70,28 +74,3 @@ class LatentWeights:
         padded_BTHQ = F.pad(v_BTHD, (0, size - self.head_dim))  # torch's fast kernel needs heads of one size
         out_BTHQ = attend(q_BTHQ * math.sqrt(size / self.head_dim), k_BTHQ, padded_BTHQ, Mask())
         return out_BTHQ[..., : self.head_dim].flatten(2)
-
-
-def latent_weights(attention: LatentMatrices, frequencies_F: np.ndarray) -> LatentWeights:
-    """Copy a layer's latent attention to float32, on the CPU."""
-    matrices = (
-        *(heads.reshape(-1, heads.shape[2]) for heads in (attention.q_HNX, attention.q_HRX)),
-        attention.latent_LX,
-        attention.key_RX,
-        *(heads.reshape(-1, heads.shape[2]) for heads in (attention.k_HNL, attention.v_HDL)),
-        join_heads(attention.o_HMD),
-    )
-    q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies = (
-        torch.from_numpy(np.ascontiguousarray(array)).float() for array in (*matrices, frequencies_F)
-    )
-    size = attention.v_HDL.shape[1]
-    return LatentWeights(q_nope_CX, q_rope_CX, latent_LX, key_RX, k_CL, v_CL, output_MC, frequencies, size)
-
-
-def with_latent_weights(attention: LatentMatrices, weights: LatentWeights) -> LatentMatrices:
-    """Return the attention with other values, in float64."""
-    names = ("q_HNX", "q_HRX", "latent_LX", "key_RX", "k_HNL", "v_HDL")
-    arrays = [matrix.detach().cpu().double().numpy() for matrix in weights]
-    values = {name: array.reshape(getattr(attention, name).shape) for name, array in zip(names, arrays, strict=False)}
-    o_HMD = np.ascontiguousarray(split_heads(arrays[-1], len(attention.o_HMD)))
-    return replace(attention, o_HMD=o_HMD, **values)

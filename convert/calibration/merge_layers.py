@@ -10,8 +10,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from convert.calibration.attention_weights import head_weights, with_head_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
-from convert.calibration.layer_output import squared_error, weights_of, with_weights
+from convert.calibration.layer_output import squared_error
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration_text.text import CalibrationText
 from convert.layers.layer_stream import Layer
@@ -35,7 +36,7 @@ def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: A
     """Merge one layer on the text, then refit and refine it as the recipe says."""
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
-    after = refit_and_refine(layer, merge.recipe, after, weights_of, with_weights, advance)
+    after = refit_and_refine(layer, merge.recipe, after, head_weights, with_head_weights, advance)
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 
 
@@ -60,4 +61,4 @@ def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: 
     others = zip(*(find_others(known, own, moments_from_weights(group)) for known, own, group in groups), strict=True)
     solutions = chain([first], (merge_with_maps(before, moments, list(other_maps)) for other_maps in others))
     windows = comparison_windows(layer)
-    return min(solutions, key=lambda merged: squared_error(layer, weights_of(merged), windows))
+    return min(solutions, key=lambda merged: squared_error(layer, head_weights(merged), windows))

@@ -17,8 +17,8 @@ from model.decoder.rope import rotate_first
 
 KEY_QUERIES = 4096
 """Queries sampled per group for the key moments, over the whole text."""
-KEYS_DRAWN = 64
-"""Keys drawn for each of them."""
+KEYS_PER_QUERY = 64
+"""Keys drawn for each of them. They serve all heads of a group; `input_moments` draws fewer, for each head anew."""
 VALUE_QUERIES = 2048
 """Queries sampled per head for the value moments, over the whole text."""
 _DRAWN_VALUES = 1 << 22
@@ -85,16 +85,16 @@ class MomentSums:
         """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
         n_keys, at_N = k_KTD.shape[1], at_S.repeat(self._heads_per_group)
         weights_QT = _among_keys(weights_HST.reshape(-1, n_keys), at_N.repeat(self._n_groups))
-        drawn_QC = torch.multinomial(weights_QT.cpu(), KEYS_DRAWN, replacement=True, generator=self._draws)
+        drawn_QC = torch.multinomial(weights_QT.cpu(), KEYS_PER_QUERY, replacement=True, generator=self._draws)
         groups = (each.view(self._n_groups, len(at_N), -1) for each in (weights_QT, drawn_QC.to(k_KTD.device)))
         keys_GTF = self._grouped(k_KTD)
         for group, (weights_NT, drawn_NC, keys_TF) in enumerate(zip(*groups, keys_GTF, strict=True)):
             mean_NF = weights_NT @ keys_TF
-            step = max(1, _DRAWN_VALUES // (KEYS_DRAWN * keys_TF.shape[1]))
+            step = max(1, _DRAWN_VALUES // (KEYS_PER_QUERY * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
                 rotated_PF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
-                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_DRAWN)
+                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_PER_QUERY)
 
     def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
         """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""

@@ -16,14 +16,15 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_output import AnyWeights, heads_out, original_output, squared_error
+from convert.calibration.attention_weights import AnyWeights
+from convert.calibration.layer_output import heads_out, original_output, squared_error
 from convert.layers.layer_stream import Layer
 from model.common.console import Advance
 
 BATCH_TOKENS = 1024
 """Tokens per step."""
-RATE = 0.32
-"""Peak learning rate, as a share of the root mean square of each matrix's weights, times the root of the hidden size.
+PEAK_LEARNING_RATE = 0.32
+"""Relative: as a share of the root mean square of each matrix's weights, times the root of the hidden size.
 
 Adam moves every element of a matrix by about the learning rate. The effect on the matrix's products grows with the root
 of its width.
@@ -87,7 +88,7 @@ class _Training(Generic[AnyWeights]):
     def __init__(self, layer: Layer, start: AnyWeights, n_steps: int) -> None:
         self._layer, self._n_steps = layer, n_steps
         self._weights: AnyWeights = start.with_matrices(*(matrix.clone().requires_grad_() for matrix in start))
-        share = RATE / math.sqrt(len(start.o_MC))
+        share = PEAK_LEARNING_RATE / math.sqrt(len(start.o_MC))
         peaks = [share * root_mean_square(matrix.detach(), len(start.o_MC)) for matrix in self._weights]
         groups = [{"params": [matrix], "lr": peak} for matrix, peak in zip(self._weights, peaks, strict=True)]
         self._optimizer = torch.optim.Adam(groups, betas=BETAS, fused=True)

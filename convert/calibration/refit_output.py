@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.layer_output import AnyAttention, with_output
+from convert.calibration.attention_weights import AnyAttention, with_output
 from convert.layers.layer_stream import is_validation_window
 from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import write_layers
-from convert.calibration.layer_output import weights_of
 from convert.calibration.merge_layers import merge_layer
 from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_stream import Layer
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 from convert.merging.clipping import find_clip, scale_into_clip
 from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
 from convert.merging.layer_file import load_layer
@@ -53,13 +53,13 @@ def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advanc
     merge = merges[layer.index]
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
     merged = attention_of(tensors, merge, merge.target)
-    scaled = scale_into_clip(merged, _heads(layer, weights_of(merged)).largest, source.largest, source.clip)
-    cut = _heads(layer, weights_of(scaled))
+    scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
+    cut = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)
     return replace(converted, cut=(cut.n_cut, cut.n_values))
 
 
-def _heads(layer: Layer, weights: Weights | None) -> ClippedHeads:
+def _heads(layer: Layer, weights: HeadWeights | None) -> ClippedHeads:
     """Run the text through the projections of a layer, or through others."""
     assert layer.runnable.clip is not None
     heads = ClippedHeads(layer.runnable.clip)

@@ -113,7 +113,15 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
             read_NT[rows] = _read_windows(tokenizer, checkpoint, part, bos_ids, (len(rows), window))
     generated = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
     read_NT = np.delete(read_NT, generated, axis=0)
-    return CalibrationText(name, n_windows, window, None if generated else read_NT, generated, tuple(bos_ids), read_NT)
+    return CalibrationText(
+        name=name,
+        n_windows=n_windows,
+        window_tokens=window,
+        ids_NT=None if generated else read_NT,
+        generated=generated,
+        bos_ids=tuple(bos_ids),
+        read_NT=read_NT,
+    )
 
 
 def _read_windows(

@@ -31,8 +31,8 @@ def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
     For each number of groups, show the size of the weights and of the KV cache, and the possible tensor-parallel
     sizes.
     """
-    from convert import tables
     from convert.inspection.summary import inspect
+    from convert.inspection.table import print_heads, print_inspection
     from model.checkpoint import open_checkpoint
 
     if figure is not None and not heads:
@@ -43,10 +43,8 @@ def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> No
     if as_json:
         console.print_json(summary if report is None else {**summary, "heads": report.record})
         return
-    tables.print_inspection(summary)
+    print_inspection(summary)
     if report is not None:
-        from convert.inspection.table import print_heads
-
         print_heads(report)
     if figure is not None:
         console.echo(f"\nWrote {figure}.")

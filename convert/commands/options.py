@@ -1,4 +1,7 @@
-"""Define the options that several commands share, each set as one dataclass."""
+"""Define the options of the commands that write a checkpoint. The values of each set become one dataclass.
+
+`OutputOptions` is here. `MergeOptions` and `LatentOptions` are in `convert.planning`, which resolves them.
+"""
 
 from dataclasses import dataclass
 

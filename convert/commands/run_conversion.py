@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from convert import conversion, tables
+from convert import conversion
 from convert.calibration_text.choices import NONE
 from convert.calibration_text.text import user_texts
+from convert.commands import tables
 from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
 from convert.output.target import staging_for
@@ -141,7 +142,7 @@ def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:
     """Return what a model has, or lacks, that keeps `uptrain evaluate` from it; None if it can be evaluated."""
     obstacles = {
         "a language model that cannot be used alone": not has_language_model(checkpoint.config),
-        "an encoder": len(geometry.attention.family.attention) > 1,
+        "an encoder": geometry.attention.family.is_encoder_decoder,
         "ALiBi biases": geometry.alibi,
         "no language-model head": not has_head(checkpoint),
     }

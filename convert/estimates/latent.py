@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from convert.calibration.attention_weights import latent_weights
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
-from convert.calibration.latent_weights import latent_weights
 from convert.calibration.refine import EVALUATIONS
 from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
-from convert.latent.frequencies import even_positions, spacings
+from convert.latent.frequencies import even_pair_indices, spacings
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
 from convert.planning.latent_plan import LatentPlan
@@ -82,23 +82,22 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
 
     drawn_keys = [(0, run().drawn_keys[0])]
     before = conversion.read(checkpoint)
-    heads = (sizes.n_heads, sizes.nope, sizes.hidden_size)
     latent = LatentMatrices(
-        np.zeros(heads),
-        np.zeros((sizes.n_heads, sizes.rope_dims, sizes.hidden_size)),
-        np.zeros((sizes.usable, sizes.hidden_size)),
-        np.zeros((sizes.rope_dims, sizes.hidden_size)),
-        np.zeros((sizes.n_heads, sizes.nope, sizes.usable)),
-        np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
-        before.o_HMD,
+        q_HNX=np.zeros((sizes.n_heads, sizes.nope, sizes.hidden_size)),
+        q_HRX=np.zeros((sizes.n_heads, sizes.rope_dims, sizes.hidden_size)),
+        latent_LX=np.zeros((sizes.usable, sizes.hidden_size)),
+        key_RX=np.zeros((sizes.rope_dims, sizes.hidden_size)),
+        k_HNL=np.zeros((sizes.n_heads, sizes.nope, sizes.usable)),
+        v_HDL=np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
+        o_HMD=before.o_HMD,
     )
-    target = conversion.target_at(even_positions(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
+    target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
     weights, x_BTM = latent_weights(latent, target.frequencies_F).to(runnable.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window_tokens
     return _Measured(
-        load,
-        fastest(run) / n_tokens,
-        fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
-        fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys)),
-        _DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
+        load=load,
+        run=fastest(run) / n_tokens,
+        output=fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
+        queries=fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys)),
+        solving=_DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
-from convert.calibration.moment_sums import KEY_QUERIES, KEYS_DRAWN, MomentSums
+from convert.calibration.moment_sums import KEY_QUERIES, KEYS_PER_QUERY, MomentSums
 from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import BLOCK
 from convert.estimates.timing import (
@@ -23,7 +23,7 @@ from convert.estimates.timing import (
     writing_seconds,
 )
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
@@ -88,7 +88,7 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     runnable = layers.load(0)
     load = time.perf_counter() - started
     # Over the whole text there are always as many queries. So a window of a longer text has fewer.
-    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_DRAWN * _width(plan) ** 2 / text.n_windows
+    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_PER_QUERY * _width(plan) ** 2 / text.n_windows
     times_longer = max(1, round(keys / _MEASURED_OPERATIONS))
     shorter = replace(text, window_tokens=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
@@ -108,10 +108,10 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     return _Measured(load, whole * run, whole * fastest(output), solving_speed())
 
 
-def _random_weights(plan: MergePlan) -> Weights:
+def _random_weights(plan: MergePlan) -> HeadWeights:
     """Return weights of a merged layer's shapes."""
     geometry, generator = plan.geometry, torch.Generator().manual_seed(0)
     n_inputs = geometry.hidden_size + bool(plan.conversions[0].biases)
     rows = [n * geometry.head_dim for n in (geometry.n_heads, plan.n_kv_heads, plan.n_kv_heads)]
     shapes = [*((n_rows, n_inputs) for n_rows in rows), (geometry.hidden_size, rows[0])]
-    return Weights(*(torch.randn(shape, generator=generator) for shape in shapes))
+    return HeadWeights(*(torch.randn(shape, generator=generator) for shape in shapes))

@@ -1,6 +1,7 @@
-"""Print the report of `convert inspect --heads` as a table."""
+"""Print the summary and the report of `convert inspect` as tables, with rich. `--json` prints JSON instead."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -8,9 +9,88 @@ from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.summary import group_label
-from model.common.console import console
+from model.common.console import console, print_key_values, size
+from model.common.counts import counted
 
 _MOST_SHOWN = 4
+
+
+def print_inspection(summary: dict[str, Any]) -> None:
+    """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
+    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
+    print_key_values(
+        summary["source"],
+        [
+            ("model_type", f"{summary['model_type']} ({summary['format']}, {counted(len(summary['files']), 'file')})"),
+            (
+                "attention",
+                f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
+            ),
+            ("layers", str(summary["n_layers"])),
+            ("head size, hidden size", f"{summary['head_dim']}, {summary['hidden_size']}"),
+            ("weights", f"{summary['n_tensors']} tensors, {dtypes}"),
+            *(
+                [("repeat-kv can make", f"{', '.join(map(str, summary['repeats']))} K/V heads")]
+                if summary["repeats"]
+                else []
+            ),
+            *([("not copied", ", ".join(summary["left_out"]))] if summary["left_out"] else []),
+            *(("note", note) for note in summary["notes"]),
+        ],
+    )
+    now = summary["groups"][0]["kv_cache_bytes_per_token"]
+    _group_sizes(summary["groups"], now)
+    if summary["latent"]:
+        _latent_sizes(summary["latent"], now)
+
+
+def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
+    """Print a table of the possible numbers of groups. `now`: bytes of the source's KV cache per token."""
+    table = _table("\nPossible values of --groups")
+    for heading in ("groups", "kind", "weights", "KV cache", "of now"):
+        table.add_column(heading, justify="right")
+    for heading in ("TP", "TP, heads copied"):
+        table.add_column(heading)
+    for row in rows:
+        cache = row["kv_cache_bytes_per_token"]
+        table.add_row(
+            str(row["groups"]),
+            row["attention"],
+            size(row["tensor_bytes"]),
+            size(cache),
+            f"{cache / now:.1%}",
+            " ".join(map(str, row["tensor_parallel_split"])),
+            " ".join(map(str, row["tensor_parallel_replicated"])),
+        )
+    screen = console()
+    screen.print(table)
+    screen.print(
+        "KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads; "
+        "larger ones hold each on more than one device."
+    )
+
+
+def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
+    """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
+    table = _table("\nSome sizes of latent attention (mha-to-mla)")
+    for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cache = row["kv_cache_bytes_per_token"]
+        kernel = "yes" if row["vllm_kernel"] else "no"
+        groups = f"{row['as_groups']:.3g}"
+        table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
+    screen = console()
+    screen.print(table)
+    screen.print(
+        "as groups: the number of groups with the same KV cache. Tensor parallelism divides groups among devices, but "
+        "copies the latent to each. transformers opens all sizes. vLLM kernel: whether it has a fast one, whose "
+        "results were not verified."
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_heads(report: HeadReport) -> None:

@@ -28,12 +28,12 @@ def solve_as(
 ) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
     sizes = target.sizes
-    half, n_kv_heads, queries_per_key = sizes.head_dim // 2, sizes.n_kv_heads, before.queries_per_key
+    half, n_kv_heads, heads_per_group = sizes.head_dim // 2, sizes.n_kv_heads, before.heads_per_group
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(target.positions, half):
+    for fold in folds(target.pair_indices, half):
         pairs, channel = list(fold.pairs), fold.channels[0]
         keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
         if method == "svd":
@@ -44,7 +44,7 @@ def solve_as(
         key_CX[channel] = weights_F @ keys_FX
         rest_KPX[:, pairs] -= (weights_F[:, None] * key_CX[channel]).reshape(n_kv_heads, len(pairs), -1)
         weights_KP = weights_F.reshape(n_kv_heads, len(pairs))
-        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(queries_per_key, axis=0), q_HPX[:, pairs])
+        query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(heads_per_group, axis=0), q_HPX[:, pairs])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
     return join_parts(before, query_HCX, key_CX, latent, target)

@@ -62,13 +62,13 @@ class LatentTarget:
 
     sizes: LatentSizes
     source_rope: SourceRope
-    positions: tuple[float, ...]
-    """The positions of the rotated key's channels (`convert.latent.frequencies`)."""
+    pair_indices: tuple[float, ...]
+    """The pair indices of the rotated key's channels (`convert.latent.frequencies`)."""
 
     @property
     def frequencies_F(self) -> Real:
         """The frequencies of the channels."""
-        return frequencies_at(self.source_rope, self.positions)
+        return frequencies_at(self.source_rope, self.pair_indices)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def solve_each(
     rest_KPX = heads.k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(target.positions, sizes.head_dim // 2):
+    for fold in folds(target.pair_indices, sizes.head_dim // 2):
         _share(fold, heads, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(source_rope.frequencies, source_rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
@@ -122,7 +122,7 @@ def join_parts(
     `latent`: the latent [L, X], and its maps to the source's keys and values, [K, D, L] each.
     """
     latent_LX, k_KDL, v_KDL = latent
-    queries_per_key = before.queries_per_key
+    heads_per_group = before.heads_per_group
     padding = ((0, 0), (0, target.sizes.nope - target.sizes.head_dim), (0, 0))
     scale = target.source_rope.scale**2  # of logits; queries take it
     return LatentMatrices(
@@ -130,8 +130,8 @@ def join_parts(
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,
         latent_LX=latent_LX,
         key_RX=np.concatenate([key_CX.real, key_CX.imag]),
-        k_HNL=np.pad(np.repeat(k_KDL, queries_per_key, axis=0), padding),
-        v_HDL=np.repeat(v_KDL, queries_per_key, axis=0),
+        k_HNL=np.pad(np.repeat(k_KDL, heads_per_group, axis=0), padding),
+        v_HDL=np.repeat(v_KDL, heads_per_group, axis=0),
         o_HMD=before.o_HMD,
     )
 
@@ -194,10 +194,10 @@ def _latent(
     The latent minimises the squared errors of outputs plus those of logits, times `key_weight` and the head's output
     power, for inputs with the second moment of `moments.mixed_XX`.
     """
-    queries_per_key = before.queries_per_key
+    heads_per_group = before.heads_per_group
     loss_XX = np.zeros_like(moments.mixed_XX)
     for head, (q_DX, o_MD) in enumerate(zip(before.q_HDX, before.o_HMD, strict=True)):
-        key_DX, value_DX = rest_KDX[head // queries_per_key], before.v_KDX[head // queries_per_key]
+        key_DX, value_DX = rest_KDX[head // heads_per_group], before.v_KDX[head // heads_per_group]
         values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
         queries_DD = q_DX @ moments.tokens_XX @ q_DX.T / len(q_DX)
         power = float((values_XX * moments.mixed_XX).sum())  # what an error of the logits spoils
@@ -210,7 +210,7 @@ def _latent(
         latent_LX = np.pad(latent_LX, ((0, size - len(latent_LX)), (0, 0)))
         decoded_XL = np.pad(decoded_XL, ((0, 0), (0, size - decoded_XL.shape[1])))
     up_KUL = np.concatenate([rest_KDX, before.v_KDX], axis=1) @ decoded_XL
-    lengths_L = np.linalg.norm(up_KUL, axis=(0, 1))  # on the moments, the latent's numbers have unit variance
+    lengths_L = np.linalg.norm(up_KUL, axis=(0, 1))  # on the moments, the latent's dimensions have unit variance
     up_KUL[:, :, lengths_L <= _ROUND_OFF * lengths_L.max()] = 0.0
     k_KDL, v_KDL = np.split(up_KUL, 2, axis=1)
     return latent_LX, k_KDL, v_KDL

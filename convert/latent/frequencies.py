@@ -1,8 +1,8 @@
 """Choose the frequencies of the shared rotated key, and write them to `config.json`.
 
 A *pair* is two dimensions of the source's heads that RoPE rotates together; pair p rotates with frequency f_p. A
-*channel* is two dimensions of the shared key. The position of a channel is its frequency in units of pairs: 1.5 is the
-geometric mean of pairs 1 and 2.
+*channel* is two dimensions of the shared key. The *pair index* of a channel gives its frequency in units of pairs, and
+may lie between two of them: 1.5 is the geometric mean of pairs 1 and 2.
 """
 
 from collections import defaultdict
@@ -43,8 +43,8 @@ class Fold:
     channels: tuple[int, ...]
 
 
-def stock_positions(spacing: float, n_channels: int) -> tuple[float, ...]:
-    """Return the positions 0, c, 2c, …: frequencies that stock classes compute from another base θ' alone."""
+def stock_pair_indices(spacing: float, n_channels: int) -> tuple[float, ...]:
+    """Return the pair indices 0, c, 2c, …: frequencies that stock classes compute from another base θ' alone."""
     return tuple(spacing * channel for channel in range(n_channels))
 
 
@@ -56,26 +56,27 @@ def spacings(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
     return tuple(share * n_rotary_pairs / n_channels for share in _SHARES)
 
 
-def even_positions(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
-    """Return positions of pairs only, spread evenly: with twice as many channels as pairs, each pair twice."""
+def even_pair_indices(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
+    """Return whole pair indices only, spread evenly: with twice as many channels as pairs, each pair twice."""
     return tuple(float(channel * n_rotary_pairs // n_channels) for channel in range(n_channels))
 
 
-def spacing_of(positions: tuple[float, ...]) -> float | None:
-    """Return c if the positions are 0, c, 2c, …; else None."""
-    if len(positions) == 1:
-        return 1.0 if positions == (0.0,) else None
-    return positions[1] if positions == stock_positions(positions[1], len(positions)) and positions[1] > 0 else None
+def spacing_of(pair_indices: tuple[float, ...]) -> float | None:
+    """Return c if the pair indices are 0, c, 2c, …; else None."""
+    if len(pair_indices) == 1:
+        return 1.0 if pair_indices == (0.0,) else None
+    spacing = pair_indices[1]
+    return spacing if spacing > 0 and pair_indices == stock_pair_indices(spacing, len(pair_indices)) else None
 
 
-def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
+def folds(pair_indices: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
     """Return which pairs share which channels. Pairs beyond the reach of any channel belong to none.
 
     With channels at distance c, a pair goes to the nearest channel within c / 2. Otherwise it goes to channels of its
     own frequency only. A channel without a pair joins the nearest one.
     """
-    reach = (spacing_of(positions) or 0.0) / 2
-    values = sorted(set(positions))
+    reach = (spacing_of(pair_indices) or 0.0) / 2
+    values = sorted(set(pair_indices))
     pair_of: dict[float, set[int]] = defaultdict(set)
     for pair in range(n_rotary_pairs):
         nearest = min(values, key=lambda value: abs(value - pair))
@@ -83,22 +84,22 @@ def folds(positions: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
             pair_of[nearest].add(pair)
     joined: dict[tuple[int, ...], list[int]] = defaultdict(list)
     owner = {pair: tuple(sorted(pairs)) for pairs in pair_of.values() for pair in pairs}
-    for channel, value in enumerate(positions):
+    for channel, value in enumerate(pair_indices):
         pairs = pair_of.get(value)
         nearest_pair = min(range(n_rotary_pairs), key=lambda pair: abs(value - pair))
         joined[tuple(sorted(pairs)) if pairs else owner.get(nearest_pair, (nearest_pair,))].append(channel)
     return [Fold(pairs, tuple(channels)) for pairs, channels in sorted(joined.items())]
 
 
-def frequencies_at(source_rope: SourceRope, positions: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the frequencies at positions, interpolated between pairs on a logarithmic scale."""
+def frequencies_at(source_rope: SourceRope, pair_indices: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the frequencies at pair indices, interpolated between pairs on a logarithmic scale."""
     if source_rope.is_plain:
-        return np.asarray(source_rope.theta ** (-np.asarray(positions) / source_rope.n_rotary_pairs))
+        return np.asarray(source_rope.theta ** (-np.asarray(pair_indices) / source_rope.n_rotary_pairs))
     pairs = np.arange(source_rope.n_rotary_pairs)
-    return np.asarray(np.exp(np.interp(positions, pairs, np.log(np.maximum(source_rope.frequencies, 1e-30)))))
+    return np.asarray(np.exp(np.interp(pair_indices, pairs, np.log(np.maximum(source_rope.frequencies, 1e-30)))))
 
 
-def rope_parameters(source_rope: SourceRope, positions: tuple[float, ...]) -> dict[str, Any]:
+def rope_parameters(source_rope: SourceRope, pair_indices: tuple[float, ...]) -> dict[str, Any]:
     """Return `rope_parameters` of `config.json`: another base θ' if that gives the frequencies, else `longrope`.
 
     `longrope` divides the frequencies of a base by a list of numbers (transformers,
@@ -106,12 +107,12 @@ def rope_parameters(source_rope: SourceRope, positions: tuple[float, ...]) -> di
     transformers before 5.23 reads `factor`. vLLM's own code of DeepSeek-V3 would take this for YaRN, and compute other
     frequencies silently; it stops at a `beta_fast` of null, which transformers ignores after a warning.
     """
-    spacing, n_channels, theta = spacing_of(positions), len(positions), source_rope.theta
+    spacing, n_channels, theta = spacing_of(pair_indices), len(pair_indices), source_rope.theta
     if source_rope.is_plain and spacing is not None:
         exponent = spacing * n_channels / source_rope.n_rotary_pairs
         return {"rope_type": "default", "rope_theta": theta if exponent == 1 else theta**exponent}
     own = theta ** (-np.arange(n_channels) / n_channels)
-    factors = [float(factor) for factor in own / frequencies_at(source_rope, positions)]
+    factors = [float(factor) for factor in own / frequencies_at(source_rope, pair_indices)]
     return {
         "rope_type": "longrope", "rope_theta": theta, "short_factor": factors, "long_factor": factors,
         "factor": 1.0, "attention_factor": 1.0, "beta_fast": None,

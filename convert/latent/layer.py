@@ -38,13 +38,13 @@ class LatentConversion:
 
     @property
     def target(self) -> LatentTarget:
-        """The target with the recipe's positions, which must have been chosen."""
-        assert self.recipe.positions is not None
-        return self.target_at(self.recipe.positions)
+        """The target with the recipe's pair indices, which must have been chosen."""
+        assert self.recipe.pair_indices is not None
+        return self.target_at(self.recipe.pair_indices)
 
-    def target_at(self, positions: tuple[float, ...]) -> LatentTarget:
-        """Return the target with other positions."""
-        return LatentTarget(self.sizes, self.source_rope, positions)
+    def target_at(self, pair_indices: tuple[float, ...]) -> LatentTarget:
+        """Return the target with other pair indices."""
+        return LatentTarget(self.sizes, self.source_rope, pair_indices)
 
     @property
     def names(self) -> StockNames:

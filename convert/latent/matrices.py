@@ -1,6 +1,6 @@
 """Hold one layer's latent attention without its norm, in float64.
 
-Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs of these, L numbers of the
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs of these, L dimensions of the
 latent, D dimensions of a value head, U = H·(N + D), X inputs (the hidden size), M outputs.
 """
 

@@ -14,7 +14,7 @@ from convert.latent import (
     LatentMethod,
     LatentNormKind,
 )
-from convert.latent.frequencies import SourceRope, even_positions, stock_positions
+from convert.latent.frequencies import SourceRope, even_pair_indices, stock_pair_indices
 from convert.latent.sizes import LatentSizes
 from convert.merging.recipe import Recipe
 from model.common.checks import is_finite
@@ -35,8 +35,9 @@ class LatentRecipe(Recipe):
     frequencies: Frequencies = "stock"
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
-    positions: tuple[float, ...] | None = None
-    """The positions of the rotated key's channels (`convert.latent.frequencies`); None before they are chosen."""
+    pair_indices: tuple[float, ...] | None = None
+    """Of the rotated key's channels (`convert.latent.frequencies`), recorded as `positions`; None before they are
+    chosen."""
     dtype: LatentDtype | None = None
     """The dtype of all weights; None for the source's own."""
 
@@ -60,7 +61,7 @@ class LatentRecipe(Recipe):
             "latent": {
                 "latent": self.latent, "rope": self.rope_dims, "norm": self.norm, "frequencies": self.frequencies,
                 "method": self.latent_method,
-                "positions": None if self.positions is None else list(self.positions),
+                "positions": None if self.pair_indices is None else list(self.pair_indices),
                 **({} if self.dtype is None else {"dtype": self.dtype}),
             },
         }  # fmt: skip
@@ -76,11 +77,11 @@ def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     return sizes.rope_dims == keys and sizes.usable >= rank and (sizes.n_kv_heads == 1 or frequencies == "longrope")
 
 
-def default_positions(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
-    """Return positions spread evenly over all pairs, whatever the model."""
+def default_pair_indices(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
+    """Return pair indices spread evenly over all pairs, whatever the model."""
     if frequencies == "longrope":
-        return even_positions(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
-    return stock_positions(source_rope.n_rotary_pairs / (sizes.rope_dims // 2), sizes.rope_dims // 2)
+        return even_pair_indices(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
+    return stock_pair_indices(source_rope.n_rotary_pairs / (sizes.rope_dims // 2), sizes.rope_dims // 2)
 
 
 def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> LatentRecipe:
@@ -95,11 +96,11 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
         if recipe.text is None and (recipe.refit or recipe.refine):
             raise InputError("refit and refine need a calibration, which is missing")
         check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str, "method": str})
-        positions = latent.get("positions")
+        pair_indices = latent.get("positions")
         n_channels = latent["rope"] // 2
-        if not isinstance(positions, list) or n_channels < 1 or len(positions) != n_channels:
+        if not isinstance(pair_indices, list) or n_channels < 1 or len(pair_indices) != n_channels:
             raise InputError("latent.positions does not fit latent.rope")
-        if not all(is_finite(position) and 0 <= position < 1 << 16 for position in positions):
+        if not all(is_finite(index) and 0 <= index < 1 << 16 for index in pair_indices):
             raise InputError("latent.positions holds another value than a number of at least 0")
         for key, known in (("norm", LATENT_NORMS), ("frequencies", FREQUENCIES), ("method", LATENT_METHODS)):
             if latent[key] not in known:
@@ -109,7 +110,17 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
     except InputError as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     return LatentRecipe(
-        recipe.method, recipe.seed, recipe.refit, recipe.refine, recipe.text, recipe.device, latent["latent"],
-        latent["rope"], latent["norm"], latent["frequencies"], latent["method"], tuple(map(float, positions)),
-        latent.get("dtype"),
-    )  # fmt: skip
+        method=recipe.method,
+        seed=recipe.seed,
+        refit=recipe.refit,
+        refine=recipe.refine,
+        text=recipe.text,
+        device=recipe.device,
+        latent=latent["latent"],
+        rope_dims=latent["rope"],
+        norm=latent["norm"],
+        frequencies=latent["frequencies"],
+        latent_method=latent["method"],
+        pair_indices=tuple(map(float, pair_indices)),
+        dtype=latent.get("dtype"),
+    )

@@ -28,9 +28,9 @@ class LatentSizes:
     """Of the source; values keep it (`v_head_dim`)."""
     hidden_size: int
     latent: int
-    """`kv_lora_rank`: numbers of the latent, which keys without rotation and values are made of."""
+    """`kv_lora_rank`: dimensions of the latent, which keys without rotation and values are made of."""
     rope_dims: int
-    """`qk_rope_head_dim`: numbers of the rotated key that all heads share."""
+    """`qk_rope_head_dim`: dimensions of the rotated key that all heads share."""
     norm: LatentNormKind
     frequencies: Frequencies = "longrope"
     """What `nope` depends on; every other size does not."""
@@ -53,7 +53,7 @@ class LatentSizes:
 
     @property
     def usable(self) -> int:
-        """Numbers of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
+        """Dimensions of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
         return self.latent - n_constants(self.norm)
 
     @property
@@ -96,7 +96,7 @@ def default_sizes(geometry: Geometry, latent: int | None, rope_dims: int | None)
     """Return the sizes of the latent and the rotated key, of which one or both may be given.
 
     A rotated key as large as a head can hold every frequency of the source, which keys need more than the latent needs
-    the numbers. What is left of DEFAULT_CACHED is the latent: 448 + 128 for heads of 128, 512 + 64 for heads of 64.
+    the dimensions. What is left of DEFAULT_CACHED is the latent: 448 + 128 for heads of 128, 512 + 64 for heads of 64.
     """
     if rope_dims is None:
         least, most = _DEFAULT_ROPE
@@ -125,6 +125,12 @@ def choose_sizes(
             f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
         )
     return LatentSizes(
-        geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size, latent, rope_dims, norm,
-        frequencies,
-    )  # fmt: skip
+        n_heads=geometry.n_heads,
+        n_kv_heads=geometry.n_kv_heads,
+        head_dim=geometry.head_dim,
+        hidden_size=geometry.hidden_size,
+        latent=latent,
+        rope_dims=rope_dims,
+        norm=norm,
+        frequencies=frequencies,
+    )

@@ -9,8 +9,8 @@ norm's weight γ takes back:
 - `bias`: the bias of the latent's last channel makes it β = 4096. The norm divides by √(β² / L + epsilon) but for a
   relative error of m L / (2 β²). γ takes that back. It needs an engine that reads the bias, and costs one channel.
 
-Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, Q = N + R, L numbers of the latent, D
-dimensions of a value head, U = N + D, X inputs (the hidden size), M outputs.
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, Q = N + R, L dimensions of the
+latent, D dimensions of a value head, U = N + D, X inputs (the hidden size), M outputs.
 """
 
 import math
@@ -22,9 +22,9 @@ from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.merging.rounding import BFLOAT16, round_once
 from convert.merging.weights import Real, join_heads, split_heads
-from model.checkpoint.latent_norm import CONSTANT, KV_A, KV_B, NORM, SHRINK, norm_weight
+from model.checkpoint.latent_norm import KV_A, KV_A_NORM, KV_B, LATENT_CONSTANT, LATENT_SHRINK, norm_weight
 
-_PARTS = ("q_proj", KV_A, NORM, KV_B, "o_proj")
+_PARTS = ("q_proj", KV_A, KV_A_NORM, KV_B, "o_proj")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def to_stock_tensors(
     """
     query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size
-    gain, rows = norm_weight(sizes.norm, sizes.latent), attention.latent_LX * (SHRINK if sizes.norm == "eps" else 1.0)
+    gain = norm_weight(sizes.norm, sizes.latent)
+    rows = attention.latent_LX * (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     rounded = rounded_weight(sizes)
     up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
     key_RX = interleaved(attention.key_RX[None])[0]
@@ -80,7 +81,7 @@ def to_stock_tensors(
         up_HUL.reshape(-1, sizes.latent),
         join_heads(attention.o_HMD) * scale,
         np.concatenate(
-            [np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, CONSTANT), np.zeros(sizes.rope_dims)]
+            [np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, LATENT_CONSTANT), np.zeros(sizes.rope_dims)]
         ),
         np.zeros(sizes.hidden_size),
     )
@@ -93,7 +94,7 @@ def from_stock_tensors(tensors: dict[str, Real], sizes: LatentSizes, names: Stoc
     query_HQX = query.reshape(sizes.n_heads, sizes.query, -1) / math.sqrt(sizes.query / sizes.head_dim)
     gain_L = gamma[: sizes.usable] / norm_weight(sizes.norm, sizes.latent)
     up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.usable] * gain_L
-    latent_LX = rows[: sizes.usable] / (SHRINK if sizes.norm == "eps" else 1.0)
+    latent_LX = rows[: sizes.usable] / (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     return LatentMatrices(
         q_HNX=query_HQX[:, : sizes.nope],
         q_HRX=half_split(query_HQX[:, sizes.nope :]),

@@ -41,7 +41,7 @@ def check_writes_text(checkpoint: Checkpoint) -> None:
     Raises CheckpointError if a tensor is missing or left over.
     """
     family = find_family(checkpoint.config).family
-    if len(family.attention) > 1:
+    if family.is_encoder_decoder:
         raise UnsupportedMethodError(
             f"--calibration {SELF} needs a model that continues texts, and model_type {family.model_type!r} is an "
             f"encoder-decoder; calibrate on a text instead: --calibration {SHIPPED}, or a file."

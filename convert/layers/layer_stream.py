@@ -141,11 +141,11 @@ def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers
         return NativeLayers(checkpoint, length, device)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)
-    from convert.layers.encoder_decoder_layers import EncoderDecoderLayers  # transformers takes seconds to import
+    from convert.layers.t5_layers import T5Layers  # transformers takes seconds to import
     from convert.layers.transformers_layers import TransformersLayers
 
-    is_decoder = len(find_family(checkpoint.config).family.attention) == 1
-    return (TransformersLayers if is_decoder else EncoderDecoderLayers)(checkpoint, length, device)
+    is_encoder_decoder = find_family(checkpoint.config).family.is_encoder_decoder
+    return (T5Layers if is_encoder_decoder else TransformersLayers)(checkpoint, length, device)
 
 
 def iter_layers(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convert.layers.runnable_layer import HeadObserver, HeadStates, ModelLayers, RunnableLayer, Weights
+from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights, ModelLayers, RunnableLayer
 from model.checkpoint import Checkpoint
 from model.decoder.attention import Mask, attend
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -94,7 +94,7 @@ class NativeLayer(RunnableLayer):
             seen_ST &= distance_ST < self._window
         return logits_HST.masked_fill(~seen_ST, float("-inf")).softmax(dim=-1)
 
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+    def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
         rows = (weights.q_CX, weights.k_CX, weights.v_CX)
         q_BTHD, k_BTKD, v_BTKD = (_project(x_BTM, rows_CX, self.head_dim) for rows_CX in rows)
         q_BTHD, k_BTKD = (rotate(heads, *self._rotation) for heads in (q_BTHD, k_BTKD))

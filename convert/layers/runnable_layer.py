@@ -34,7 +34,7 @@ HeadObserver = Callable[[HeadStates], None]
 
 
 @dataclass(frozen=True)
-class Weights:
+class HeadWeights:
     """A layer's attention as float32 matrices, its heads in the half-split order of LayerAttention."""
 
     q_CX: Tensor
@@ -45,13 +45,13 @@ class Weights:
     k_norm_KD: Tensor | None = None
     """The weights of norms, for each head, or one row for all heads; None without them."""
 
-    def to(self, device: torch.device) -> "Weights":
+    def to(self, device: torch.device) -> "HeadWeights":
         """Return the weights on a device."""
-        return Weights(*(matrix.to(device) for matrix in self))
+        return HeadWeights(*(matrix.to(device) for matrix in self))
 
-    def with_matrices(self, *matrices: Tensor) -> "Weights":
+    def with_matrices(self, *matrices: Tensor) -> "HeadWeights":
         """Return the weights with other matrices, in the order of iteration."""
-        return Weights(*matrices)
+        return HeadWeights(*matrices)
 
     def __iter__(self) -> Iterator[Tensor]:
         matrices = (self.q_CX, self.k_CX, self.v_CX, self.o_MC, self.q_norm_HD, self.k_norm_KD)
@@ -89,13 +89,13 @@ class RunnableLayer(ABC):
         """Return the attention weights, [H, S, T], of rotated queries at the positions `at_S`. Call after `run`."""
 
     @abstractmethod
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+    def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
         """Return the heads' outputs before the output projection, [B, T, H·D], with other weights.
 
         `weights` may have fewer K/V heads than the layer. Gradients flow to them. `clip` does not apply.
         """
 
-    def unclipped_heads(self, weights: Weights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unclipped_heads(self, weights: HeadWeights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values before rotation and before `clip`, [B, T, heads, D].
 
         `weights`: as in `heads_out`; None for the layer's own. Layers with a clip have this method.

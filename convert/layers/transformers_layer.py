@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from convert.layers.observed_layer import ObservedLayer
-from convert.layers.runnable_layer import HeadObserver, HeadStates, Weights
+from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights
 from convert.layers.transformers_norms import TransformersNorms
 from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
@@ -124,7 +124,7 @@ class TransformersLayer(ObservedLayer):
         self.check_finite(next_BTM)
         return attended[0], next_BTM
 
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+    def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
         out: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -140,7 +140,7 @@ class TransformersLayer(ObservedLayer):
             hook.remove()
         return out[0]
 
-    def unclipped_heads(self, weights: Weights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unclipped_heads(self, weights: HeadWeights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         received: list[ObservedCall] = []
 
         def observe(call: ObservedCall) -> None:
@@ -170,7 +170,7 @@ class TransformersLayer(ObservedLayer):
         finally:
             self._clips.clip_qkv = self.clip
 
-    def _parameters(self, weights: Weights) -> dict[str, Tensor]:
+    def _parameters(self, weights: HeadWeights) -> dict[str, Tensor]:
         """Return the class's parameters for these weights. Shared K/V heads are repeated to the class's number."""
         n_inputs = self._hidden_size
         rows = [weights.q_CX, self._repeated(weights.k_CX), self._repeated(weights.v_CX)]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms
@@ -64,7 +64,7 @@ class TransformersNorms:
         factors_HD = self._factors[kind]
         return heads_BTHD if factors_HD is None else heads_BTHD * factors_HD
 
-    def parameters(self, weights: Weights, n_kv_heads: int) -> dict[str, Tensor]:
+    def parameters(self, weights: HeadWeights, n_kv_heads: int) -> dict[str, Tensor]:
         """Return the class's parameters for these norm weights. Those of shared keys are repeated to `n_kv_heads`."""
         if weights.q_norm_HD is None or weights.k_norm_KD is None:
             return {}

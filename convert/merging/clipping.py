@@ -40,7 +40,7 @@ def scale_into_clip(attention: LayerAttention, merged: Largest, source: Largest,
     Values always allow that. Where a key or its queries are too large, their factor makes both the same share of their
     limits.
     """
-    n_groups, heads_per_group = len(attention.k_KDX), attention.queries_per_key
+    n_groups, heads_per_group = len(attention.k_KDX), attention.heads_per_group
     limits = (_of_group(each_HD, n_groups).max(axis=1) for each_HD in (source.q_HD, source.k_KD, source.v_KD))
     q_limit_G1, k_limit_G1, v_limit_G1 = (np.minimum(limit_G, clip)[:, None] for limit_G in limits)
     q_GD, k_GD = (

@@ -34,17 +34,17 @@ class HeadMerge:
         return replace(self.target, tensors=(self.tensor,))
 
     @property
-    def kv_heads_per_group(self) -> int:
-        """Number of heads merged into one."""
+    def sources_per_head(self) -> int:
+        """Number of the source's heads that are merged into one."""
         return self.source.n // self.target.n
 
     def tensors_and_rows(self, head: int) -> list[tuple[str, int]]:
         """Return the source heads of one output head, each as tensor and first row."""
-        return [self.source.tensor_and_row(head * self.kv_heads_per_group + i) for i in range(self.kv_heads_per_group)]
+        return [self.source.tensor_and_row(head * self.sources_per_head + i) for i in range(self.sources_per_head)]
 
     def group_nbytes(self, tensor: TensorInfo) -> int:
         """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
-        return self.kv_heads_per_group * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
+        return self.sources_per_head * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
     for head in merge.heads:
         sources = merge.tensors_and_rows(head)
         rows = _read_group(checkpoint, sources, merge.source.rows_per_head)
-        heads_HDM = rows.reshape(merge.kv_heads_per_group, -1, prod(rows.shape[1:]))
+        heads_HDM = rows.reshape(merge.sources_per_head, -1, prod(rows.shape[1:]))
         name = " to ".join(dict.fromkeys((sources[0][0], sources[-1][0])))
         merged_DM = merge_heads(heads_HDM, rng)
         report = report_on_group(heads_HDM, merged_DM, name)

@@ -76,7 +76,7 @@ class LayerAttention:
         return self.q_HDX / q_HD[:, :, None], self.k_KDX / k_KD[:, :, None]
 
     @property
-    def queries_per_key(self) -> int:
+    def heads_per_group(self) -> int:
         """Number of query heads that read each K/V head."""
         return len(self.q_HDX) // len(self.k_KDX)
 

@@ -7,7 +7,7 @@ from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import rounded_weight
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
-from model.checkpoint.latent_norm import EPSILON, KEY
+from model.checkpoint.latent_norm import LATENT_NORM_EPSILON, LATENT_NORM_KEY
 from model.checkpoint.llama_config import rope_entries
 from model.checkpoint.tensor import TORCH_DTYPES
 from model.common.errors import CheckpointError
@@ -30,7 +30,7 @@ def latent_config(
     """
     return json_text(
         _model_settings(geometry, source, sizes)
-        | {KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
+        | {LATENT_NORM_KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
         | _token_settings(checkpoint.config, geometry.attention.family)
         | _dtype_settings(checkpoint, dtype)
@@ -50,7 +50,7 @@ def _model_settings(geometry: Geometry, source: LlamaConfig, sizes: LatentSizes)
         "num_key_value_heads": geometry.n_heads,
         "hidden_act": "silu",
         "max_position_embeddings": source.rope.max_positions,
-        "rms_norm_eps": EPSILON,
+        "rms_norm_eps": LATENT_NORM_EPSILON,
         "tie_word_embeddings": False,
         "attention_bias": sizes.norm == "bias",
         "attention_dropout": 0.0,

@@ -17,7 +17,7 @@ from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
-from model.checkpoint.latent_norm import EPSILON
+from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
 from model.common.console import Advance
@@ -74,7 +74,7 @@ class LatentPlan(Plan):
         scaled = any(output.scaled and output.scaled.factor != 1 for output in self.computed.values())
         residual = (
             "The embedding and the output projections of attention and MLP are scaled, so that\n"
-            f"`rms_norm_eps` can be {EPSILON:g}; the head is not tied. "
+            f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}; the head is not tied. "
             if scaled
             else ""
         )
@@ -105,7 +105,7 @@ class LatentPlan(Plan):
         return ()
 
     def weights(self, index: int, tensors: dict[str, Real]) -> "LatentWeights":
-        from convert.calibration.latent_weights import latent_weights  # imported here, because it needs torch
+        from convert.calibration.attention_weights import latent_weights  # imported here, because it needs torch
 
         conversion = self.conversions[index]
         return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_F)
@@ -128,24 +128,29 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     geometry = source.geometry
     sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
-    if recipe.positions is not None and max(recipe.positions) > source.rope.n_rotary_pairs:
+    if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
-            f"{CONVERSION_RECORD} records a channel at position {max(recipe.positions):g}, but the source's heads have "
-            f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
+            f"{CONVERSION_RECORD} records a channel at position {max(recipe.pair_indices):g}, but the source's heads "
+            f"have {source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
-    scale = math.sqrt(EPSILON / source.config.rms_norm_eps)
+    scale = math.sqrt(LATENT_NORM_EPSILON / source.config.rms_norm_eps)
     layers = tuple(
         LatentConversion(
-            recipe, sizes, source.rope, f"{prefix}self_attn.", f"{prefix}input_layernorm.weight", scale
+            recipe=recipe,
+            sizes=sizes,
+            source_rope=source.rope,
+            prefix=f"{prefix}self_attn.",
+            attention_norm=f"{prefix}input_layernorm.weight",
+            scale=scale,
         )
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
-    )  # fmt: skip
+    )
     computed = _computed(checkpoint, layers, scale)
     shards = _shards(checkpoint, layers, computed)
     names = [name for shard in shards for name in shard.tensors]
     tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
-    positions = recipe.positions
-    rope = None if positions is None else rope_parameters(source.rope, positions)
+    pair_indices = recipe.pair_indices
+    rope = None if pair_indices is None else rope_parameters(source.rope, pair_indices)
     return LatentPlan(
         geometry=geometry,
         n_kv_heads=geometry.n_heads,

@@ -27,7 +27,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 if TYPE_CHECKING:
-    from convert.layers.runnable_layer import Weights
+    from convert.layers.runnable_layer import HeadWeights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -100,11 +100,11 @@ class MergePlan(Plan):
         calibrate_merges(checkpoint, self.conversions, text, folder, advance)
         return ()
 
-    def weights(self, index: int, tensors: dict[str, Real]) -> "Weights":
-        from convert.calibration.layer_output import weights_of  # imported here, because it needs torch
+    def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights":
+        from convert.calibration.attention_weights import head_weights  # imported here, because it needs torch
 
         merge = self.conversions[index]
-        return weights_of(attention_of(tensors, merge, merge.target))
+        return head_weights(attention_of(tensors, merge, merge.target))
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
@@ -122,7 +122,7 @@ class MergePlan(Plan):
         if self.geometry.alibi and self.recipe.text is not None:
             masks_and_weights = 2 * 4 * self.geometry.n_heads * self.recipe.text.window_tokens**2  # of all heads
             running += masks_and_weights
-        if len(self.geometry.attention.family.attention) > 1:  # an encoder, in float32, reads the text as a whole
+        if self.geometry.attention.family.is_encoder_decoder:  # the encoder, in float32, reads the text as a whole
             encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
             running = max(running, encoder)
         return program + self.reader_bytes + max(running, self._embedding_memory())

@@ -22,7 +22,7 @@ from model.geometry import Geometry
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.runnable_layer import Weights
+    from convert.layers.runnable_layer import HeadWeights
 
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
@@ -178,7 +178,7 @@ class Plan(ABC):
         """Write the converted layers into a folder. Returns notes on the result."""
 
     @abstractmethod
-    def weights(self, index: int, tensors: dict[str, Real]) -> "Weights | LatentWeights":
+    def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights | LatentWeights":
         """Return the attention of one of `conversions`, to run it. `tensors`: the output's, in float64."""
 
     def summary(self, requested_workers: int) -> dict[str, Any]:

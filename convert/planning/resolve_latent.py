@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
-from convert.latent.recipe import LATENT, LatentRecipe, default_positions, is_exact
+from convert.latent.recipe import LATENT, LatentRecipe, default_pair_indices, is_exact
 from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ class LatentOptions(CalibrationOptions):
 def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentRecipe:
     """Return the recipe of a conversion to latent attention. Raises CheckpointError if the model or a size prevents it.
 
-    Without a calibration text, also where none is needed, the rotated key's positions are chosen here.
+    Without a calibration text, also where none is needed, the rotated key's pair indices are chosen here.
     """
     from convert.calibration.latent_source import read_source  # imported here, because it needs torch
 
@@ -54,10 +54,10 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     )
     if options.method != "fit":
         _check_baseline(options, sizes, frequencies, source.rope)
-        recipe = replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
+        recipe = replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
     elif options.calibration == NONE or is_exact(sizes, frequencies):
         _refuse_unused(options, sizes, frequencies)
-        return replace(recipe, positions=default_positions(source.rope, sizes, frequencies))
+        return replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
     fits, refine = options.method == "fit", options.refine
     if refine is None:
         refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0

@@ -135,9 +135,16 @@ def layer_merges(
             for n in (sizes.n_kv_heads, n_kv_heads)
         )
         merge = LayerMerge(
-            recipe, geometry.n_rotary_pairs[i // per_layer], family.rotary_pairing, sizes, n_kv_heads, source, target,
-            f"{prefix}{family.output}.weight", norms,
-        )  # fmt: skip
+            recipe=recipe,
+            n_rotary_pairs=geometry.n_rotary_pairs[i // per_layer],
+            pairing=family.rotary_pairing,
+            sizes=sizes,
+            n_kv_heads=n_kv_heads,
+            source=source,
+            target=target,
+            output_weight=f"{prefix}{family.output}.weight",
+            norms=norms,
+        )
         merges.append(merge)
     return tuple(merges)
 

@@ -20,7 +20,7 @@ from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
     from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.runnable_layer import Weights
+    from convert.layers.runnable_layer import HeadWeights
 
 WEIGHTS_ONLY_TOL = 1e-3
 """Tolerances for a layer merged by the weights alone: a tensor's error as a share of its norm, and an element's error
@@ -96,7 +96,7 @@ def compare_by_errors(
         expected = layers.get(plan.conversions[index]).tensors
         return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
 
-    def weights(index: int) -> "list[Weights | LatentWeights]":
+    def weights(index: int) -> "list[HeadWeights | LatentWeights]":
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
         return [plan.weights(index, tensors) for tensors in wide]
 

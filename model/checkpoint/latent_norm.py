@@ -20,17 +20,17 @@ from model.checkpoint.view import CheckpointView
 from model.common import checks
 from model.common.errors import CheckpointError
 
-KEY = "groupwise_latent_norm"
+LATENT_NORM_KEY = "groupwise_latent_norm"
 """The key of `config.json`: an object with `kind` (eps or bias) and `weight` (the weight of the norms)."""
-EPSILON = 1e-6
+LATENT_NORM_EPSILON = 1e-6
 """Of the latent's norm in transformers, whatever the config says; other engines take `rms_norm_eps`, which is made
 equal."""
-SHRINK = 2.0**-30
+LATENT_SHRINK = 2.0**-30
 """Factor of the latent's rows with `eps`. A power of two, so that it is exact in every dtype."""
-CONSTANT = 4096.0
-"""Value of the latent's last number with `bias`; exact in float16."""
-KV_A, NORM, KV_B = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
-_PARTS = re.compile(rf"(.*\.)?self_attn\.({KV_A}|{NORM}|{KV_B}|o_proj)\.(weight|bias)")
+LATENT_CONSTANT = 4096.0
+"""Value of the latent's last dimension with `bias`; exact in float16."""
+KV_A, KV_A_NORM, KV_B = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
+_PARTS = re.compile(rf"(.*\.)?self_attn\.({KV_A}|{KV_A_NORM}|{KV_B}|o_proj)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LatentNorm:
 
     @property
     def usable(self) -> int:
-        """Number of the latent's usable numbers: all, but for constant ones."""
+        """Number of the latent's usable dimensions: all, but for constant ones."""
         return self.latent - n_constants(self.kind)
 
     @property
@@ -57,17 +57,19 @@ class LatentNorm:
     @property
     def shrink(self) -> float:
         """The size of the latent's rows in the files, as a share of their usual one."""
-        return SHRINK if self.kind == "eps" else 1.0
+        return LATENT_SHRINK if self.kind == "eps" else 1.0
 
 
 def n_constants(kind: str) -> int:
-    """Return how many numbers of the latent, its last ones, are constant to undo the norm."""
+    """Return how many dimensions of the latent, its last ones, are constant to undo the norm."""
     return 1 if kind == "bias" else 0
 
 
 def norm_weight(kind: str, latent: int) -> float:
     """Return the norm's weight that undoes it exactly, before rounding."""
-    return math.sqrt(EPSILON) / SHRINK if kind == "eps" else math.sqrt(CONSTANT**2 / latent + EPSILON)
+    if kind == "eps":
+        return math.sqrt(LATENT_NORM_EPSILON) / LATENT_SHRINK
+    return math.sqrt(LATENT_CONSTANT**2 / latent + LATENT_NORM_EPSILON)
 
 
 def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
@@ -75,14 +77,16 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
 
     Raises CheckpointError for a damaged entry.
     """
-    if config.get("model_type") != "deepseek_v3" or config.get(KEY) is None:
+    if config.get("model_type") != "deepseek_v3" or config.get(LATENT_NORM_KEY) is None:
         return None
-    entry = checks.table(config[KEY], f"config.json has {KEY}")
+    entry = checks.table(config[LATENT_NORM_KEY], f"config.json has {LATENT_NORM_KEY}")
     if entry.get("kind") not in ("eps", "bias"):
-        raise CheckpointError(f"config.json has {KEY} = {checks.short_repr(entry)}; its kind must be eps or bias.")
+        raise CheckpointError(
+            f"config.json has {LATENT_NORM_KEY} = {checks.short_repr(entry)}; its kind must be eps or bias."
+        )
     return LatentNorm(
         entry["kind"],
-        checks.number(entry.get("weight"), f"config.json has {KEY}.weight", above=0.0),
+        checks.number(entry.get("weight"), f"config.json has {LATENT_NORM_KEY}.weight", above=0.0),
         checks.config_size(config, "kv_lora_rank"),
         checks.config_size(config, "qk_rope_head_dim"),
     )
@@ -109,7 +113,7 @@ class WithoutLatentNorm(_OfLatentNorm):
         super().__init__(inner, norm)
         for name, tensor in inner.tensors.items():
             part = _part(name)
-            if part == NORM and name.endswith(".weight"):
+            if part == KV_A_NORM and name.endswith(".weight"):
                 _check_values(inner, tensor, norm.weight)
                 del self.tensors[name]
             elif part in (KV_A, "o_proj") and name.endswith(".bias") and norm.kind == "bias":
@@ -161,7 +165,7 @@ class WithLatentNorm(_OfLatentNorm):
             if part == KV_A:
                 rows, columns = tensor.shape
                 self.tensors[name] = replace(tensor, shape=(rows + added, columns))
-                self._add(f"{prefix}{NORM}.weight", tensor, (norm.latent,))
+                self._add(f"{prefix}{KV_A_NORM}.weight", tensor, (norm.latent,))
                 if added:
                     self._add(f"{prefix}{KV_A}.bias", tensor, (norm.latent + norm.rope_dims,))
                     self._add(f"{prefix}o_proj.bias", tensor, (columns,))
@@ -173,7 +177,7 @@ class WithLatentNorm(_OfLatentNorm):
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm, part = self._norm, _part(name)
-        if part == NORM:
+        if part == KV_A_NORM:
             return np.full(stop - start, norm.weight, dtype=self._dtype(name))
         if part and name.endswith(".bias"):
             return _bias(norm, part, self.tensors[name].shape)[start:stop].astype(self._dtype(name))
@@ -205,7 +209,7 @@ def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
     """Return a bias of the stock class, which makes the latent's constant channel."""
     values = np.zeros(shape, dtype=np.float32)
     if part == KV_A and shape:  # a scalar, of a damaged file, is refused
-        values[norm.usable : norm.latent] = CONSTANT
+        values[norm.usable : norm.latent] = LATENT_CONSTANT
     return values
 
 
@@ -220,6 +224,6 @@ def _check_values(checkpoint: Checkpoint, tensor: TensorInfo, expected: float | 
 
 def _changed(checkpoint: Checkpoint, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{checkpoint.path}: the tensor {name} holds other values than the conversion wrote (config.json, {KEY}), so "
-        "the norm of the latent is not undone; convert the model again."
+        f"{checkpoint.path}: the tensor {name} holds other values than the conversion wrote (config.json, "
+        f"{LATENT_NORM_KEY}), so the norm of the latent is not undone; convert the model again."
     )

@@ -196,6 +196,11 @@ class Family:
     stock class does not."""
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the text: its decoder's layers have cross-attention beside self-attention."""
+        return len(self.attention) > 1
+
+    @property
     def headless_parts(self) -> tuple[str, ...]:
         """Parts of an attention module that do not depend on the number of heads."""
         return (*self.not_per_head, ROPE_BUFFER)

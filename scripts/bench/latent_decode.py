@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from model.checkpoint.latent_norm import KEY, norm_weight
+from model.checkpoint.latent_norm import LATENT_NORM_KEY, norm_weight
 from model.decoder.config import read_llama_config
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
@@ -63,7 +63,7 @@ def configs() -> dict[str, dict[str, Any]]:
     latents = {
         f"latent {latent} + {rope}": {
             **deepseek, "kv_lora_rank": latent, "qk_rope_head_dim": rope,
-            KEY: {"kind": "eps", "weight": norm_weight("eps", latent)},
+            LATENT_NORM_KEY: {"kind": "eps", "weight": norm_weight("eps", latent)},
         }
         for latent, rope in LATENTS
     }  # fmt: skip

@@ -18,13 +18,13 @@ from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.calibration.attention_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
-from convert.calibration.latent_weights import latent_weights
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
-from convert.latent.frequencies import even_positions
+from convert.latent.frequencies import even_pair_indices
 from convert.latent.recipe import LATENT, LatentRecipe
 from convert.layers.layer_stream import iter_layers
 from convert.planning.latent_plan import make_latent_plan
@@ -144,8 +144,8 @@ def _first_layer(source, tmp_path, sizes=SIZE):
     """Yield the first layer of a source, run on a text, its request and its sums."""
     with open_checkpoint(source) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
-        positions = (0.0, 0.0, 1.0, 3.0)
-        recipe = LatentRecipe(LATENT, latent=sizes[1], rope_dims=sizes[3], positions=positions, text=text)
+        pair_indices = (0.0, 0.0, 1.0, 3.0)
+        recipe = LatentRecipe(LATENT, latent=sizes[1], rope_dims=sizes[3], pair_indices=pair_indices, text=text)
         work = make_latent_plan(checkpoint, recipe, None).conversions[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
@@ -279,8 +279,8 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
 def test_the_most_useful_components_are_rotated():
     benefits = np.array([[5.0, 4.0, 0.1], [6.0, 0.2, 0.1], [0.0, 0.0, 0.0], [3.0, 2.5, 2.0]])
     assert _most_useful(benefits, 5) == (0.0, 0.0, 1.0, 3.0, 3.0)
-    assert even_positions(4, 8) == (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
-    assert even_positions(4, 6) == (0.0, 0.0, 1.0, 2.0, 2.0, 3.0)
+    assert even_pair_indices(4, 8) == (0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
+    assert even_pair_indices(4, 6) == (0.0, 0.0, 1.0, 2.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert as package
 from convert.calibration import refine
-from convert.layers.runnable_layer import Weights
+from convert.layers.runnable_layer import HeadWeights
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 SHIPPED = Path(package.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
@@ -78,13 +78,13 @@ def test_steps_are_adams(monkeypatch):
 
     monkeypatch.setattr(refine, "heads_out", heads_out)
     monkeypatch.setattr(refine, "original_output", lambda layer, windows: target)
-    training = refine._Training(SimpleNamespace(inputs=lambda windows: x), Weights(*matrices), n_steps)
+    training = refine._Training(SimpleNamespace(inputs=lambda windows: x), HeadWeights(*matrices), n_steps)
     wide = [matrix.double().requires_grad_() for matrix in matrices]
-    rates = [refine.RATE / n_rows**0.5 * float(matrix.square().mean().sqrt()) for matrix in matrices]
+    rates = [refine.PEAK_LEARNING_RATE / n_rows**0.5 * float(matrix.square().mean().sqrt()) for matrix in matrices]
     mean, square = ([torch.zeros_like(matrix) for matrix in wide] for _ in range(2))
     for step in range(1, n_steps + 1):
         training.step([0])
-        weights = Weights(*wide)
+        weights = HeadWeights(*wide)
         out = heads_out(None, weights, x.double()) @ weights.o_MC.T
         error = (out - target.double()).square().mean() / target.double().square().mean()
         share = training._share_of_peak(step - 1)
@@ -116,7 +116,7 @@ def test_the_seed_draws_the_order_of_the_text(convert, source, tmp_path):
 def test_verify_tolerates_another_end_of_training(convert, source, tmp_path, monkeypatch):
     """As on another processor: other weights, which serve as well."""
     convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--refine", 2048).succeeded()
-    monkeypatch.setattr(refine, "RATE", refine.RATE * 1.01)
+    monkeypatch.setattr(refine, "PEAK_LEARNING_RATE", refine.PEAK_LEARNING_RATE * 1.01)
     result = convert("verify", source, tmp_path / "out")
     assert (result.code, "but for rounding" in result.out) == (0, True)
 
@@ -133,7 +133,7 @@ def test_verify_finds_a_worse_refined_layer(convert, source, tmp_path, value):
 
 
 def test_refinement_without_gain_is_dropped(convert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(refine, "RATE", 1e4)
+    monkeypatch.setattr(refine, "PEAK_LEARNING_RATE", 1e4)
     for name, options in (("without", ()), ("with", ("--refine", 2048))):
         convert("mha-to-gqa", source, tmp_path / name, *OPTIONS, *options).succeeded()
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))

@@ -18,8 +18,9 @@ from damage import rewrite, sign
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
+from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import validation_errors
-from convert.calibration.layer_output import squared_error, weights_of
+from convert.calibration.layer_output import squared_error
 from convert.calibration_text.read import read_calibration_text
 from convert.layers.layer_stream import iter_layers
 from convert.layers.native_layers import NativeLayer
@@ -176,7 +177,7 @@ def test_the_errors_of_refined_layers_need_only_validation_windows(
         plan = make_merge_plan(checkpoint, 4, Recipe("fit", refit=True, refine=64, text=text), None)
         read = [read_attention(checkpoint, merge) for merge in plan.conversions]
         versions = [
-            [weights_of(replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape))) for s in (0.01, 1)]
+            [head_weights(replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape))) for s in (0.01, 1)]
             for a in read
         ]
         expected = {}

@@ -51,14 +51,14 @@ def scale_pairs(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAtten
     Nothing else on the rotated dimensions commutes with rotary embeddings.
     """
     k_KPX = pairs(attention.k_KDX, attention.n_rotary_pairs) * factors_KP[..., None]
-    of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.queries_per_key, axis=0)
+    of_queries_HP = np.repeat(1 / factors_KP.conj(), attention.heads_per_group, axis=0)
     q_HPX = pairs(attention.q_HDX, attention.n_rotary_pairs) * of_queries_HP[..., None]
     return replace(attention, q_HDX=with_pairs(attention.q_HDX, q_HPX), k_KDX=with_pairs(attention.k_KDX, k_KPX))
 
 
 def map_values(attention: LayerAttention, maps_KDD: np.ndarray) -> LayerAttention:
     """Apply an invertible map to each value head, and its inverse where the output projection reads it."""
-    inverse_HDD = np.repeat(np.linalg.inv(maps_KDD), attention.queries_per_key, axis=0)
+    inverse_HDD = np.repeat(np.linalg.inv(maps_KDD), attention.heads_per_group, axis=0)
     return replace(attention, v_KDX=maps_KDD @ attention.v_KDX, o_HMD=attention.o_HMD @ inverse_HDD)
 
 
@@ -83,12 +83,12 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
         pairs(heads, attention.n_rotary_pairs).transpose(0, 2, 1)[None] for heads in (attention.q_HDX, attention.k_KDX)
     ]
     q_HTP, k_KTP = (np.einsum("tx,hxp->htp", x_TX, rows[0]) * np.exp(1j * angles_TP) for rows in rotated)
-    queries_per_key = attention.queries_per_key
-    scores = np.einsum("htp,hsp->hts", q_HTP, np.repeat(k_KTP, queries_per_key, axis=0).conj()).real / HEAD_DIM**0.5
+    heads_per_group = attention.heads_per_group
+    scores = np.einsum("htp,hsp->hts", q_HTP, np.repeat(k_KTP, heads_per_group, axis=0).conj()).real / HEAD_DIM**0.5
     scores[:, np.triu_indices(n_tokens, 1)[0], np.triu_indices(n_tokens, 1)[1]] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    v_HTD = np.repeat(np.einsum("tx,kdx->ktd", x_TX, attention.v_KDX), queries_per_key, axis=0)
+    v_HTD = np.repeat(np.einsum("tx,kdx->ktd", x_TX, attention.v_KDX), heads_per_group, axis=0)
     return np.einsum("hts,hsd,hmd->tm", weights, v_HTD, attention.o_HMD)
 
 
@@ -123,7 +123,7 @@ def test_a_general_rotation_of_keys_changes_the_output():
 
 def equivalent_mha(few: LayerAttention, rng) -> LayerAttention:
     """Return the same attention with one K/V head per query head, each mapped differently."""
-    n = few.queries_per_key
+    n = few.heads_per_group
     many = replace(few, k_KDX=np.repeat(few.k_KDX, n, axis=0), v_KDX=np.repeat(few.v_KDX, n, axis=0))
     return map_values(scale_pairs(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
 

@@ -38,7 +38,7 @@ def watched(monkeypatch):
     seen: list[list[Moments]] = []
     monkeypatch.setattr(moment_sums, "VALUE_QUERIES", 10**6)
     monkeypatch.setattr(moment_sums, "KEY_QUERIES", 10**6)
-    monkeypatch.setattr(moment_sums, "KEYS_DRAWN", 4000)
+    monkeypatch.setattr(moment_sums, "KEYS_PER_QUERY", 4000)
     moments = moment_sums.MomentSums.moments
 
     def keep(sums, *rest):
@@ -142,7 +142,7 @@ def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
         heads = slice(group * per_group, (group + 1) * per_group)
         shares = moment_sums._among_keys(weights_HST[heads].flatten(0, 1), at_S.repeat(per_group))
         assert (shares.sum(dim=1) - 1).abs().max() < 1e-6
-        drawn = torch.multinomial(shares, moment_sums.KEYS_DRAWN, replacement=True, generator=draws)
+        drawn = torch.multinomial(shares, moment_sums.KEYS_PER_QUERY, replacement=True, generator=draws)
         keys = k_KTD[heads].transpose(0, 1).flatten(1)
         apart = (keys[drawn] - (shares @ keys)[:, None]).flatten(0, 1)
         assert torch.equal(sums._keys_GFF[group], (apart.T @ apart).double() / len(apart))

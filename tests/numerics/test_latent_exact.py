@@ -15,7 +15,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
-from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_positions
+from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_pair_indices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.weights import LayerAttention
@@ -57,7 +57,7 @@ def test_latent_attention_of_the_sources_own_size(convert, tmp_path, case):
 
 
 def test_round_off_is_not_made_into_weights(convert, tmp_path):
-    """Where nothing is lost, no key is left for the latent, and the spare numbers of the latent have no use."""
+    """Where nothing is lost, no key is left for the latent, and the spare dimensions of the latent have no use."""
     source, out = make_source(tmp_path / "source", num_key_value_heads=2), tmp_path / "out"
     convert("mha-to-mla", source, out, "--latent", 20, "--rope", 16, "--frequencies", "longrope").succeeded()
     for name, tensor in tensors_of(out).items():
@@ -222,11 +222,11 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
     sizes = LatentSizes(4, 4, 8, 32, latent=10, rope_dims=4, norm="eps")
-    positions = stock_positions(1.5, 2)
-    latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), LatentTarget(sizes, ROPE, positions))
+    pair_indices = stock_pair_indices(1.5, 2)
+    latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), LatentTarget(sizes, ROPE, pair_indices))
     names = StockNames("self_attn.", False)
     tensors = to_stock_tensors(latent, sizes, names, 1.0)
-    rope = rope_parameters(ROPE, positions)
+    rope = rope_parameters(ROPE, pair_indices)
     model_config = DeepseekV3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=10, q_lora_rank=None,
         qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, rope_parameters=rope, attn_implementation="eager",
@@ -240,7 +240,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     mask = torch.full((12, 12), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     with torch.inference_mode():
         actual = module(inputs, embedding(inputs, torch.arange(12)[None]), mask)[0][0].numpy()
-    expected = attend(latent, x, frequencies_at(ROPE, positions))
+    expected = attend(latent, x, frequencies_at(ROPE, pair_indices))
     assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
     again = from_stock_tensors(tensors, sizes, names, 1.0)
     for name, values in vars(latent).items():
@@ -248,7 +248,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("positions", "expected"),
+    ("pair_indices", "expected"),
     [
         ((0.0, 1.0, 2.0, 3.0), [((p,), (p,)) for p in range(4)]),
         ((0.0, 2.0), [((0, 1), (0,)), ((2, 3), (1,))]),
@@ -257,21 +257,23 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
         ((0.0, 0.0, 2.0), [((0,), (0, 1)), ((2,), (2,))]),
     ],
 )
-def test_which_pairs_share_which_channels(positions, expected):
-    assert [(fold.pairs, fold.channels) for fold in folds(positions, 4)] == expected
+def test_which_pairs_share_which_channels(pair_indices, expected):
+    assert [(fold.pairs, fold.channels) for fold in folds(pair_indices, 4)] == expected
 
 
-@pytest.mark.parametrize("positions", [(0.0, 1.5, 3.0), (0.0, 0.0, 1.0, 2.5), (1.0,)])
-def test_the_config_gives_the_frequencies(positions):
+@pytest.mark.parametrize("pair_indices", [(0.0, 1.5, 3.0), (0.0, 0.0, 1.0, 2.5), (1.0,)])
+def test_the_config_gives_the_frequencies(pair_indices):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-    rope = rope_parameters(ROPE, positions)
-    embedding = DeepseekV3RotaryEmbedding(DeepseekV3Config(qk_rope_head_dim=2 * len(positions), rope_parameters=rope))
-    expected = frequencies_at(ROPE, positions)
+    rope = rope_parameters(ROPE, pair_indices)
+    embedding = DeepseekV3RotaryEmbedding(
+        DeepseekV3Config(qk_rope_head_dim=2 * len(pair_indices), rope_parameters=rope)
+    )
+    expected = frequencies_at(ROPE, pair_indices)
     assert np.allclose(embedding.inv_freq.numpy(), expected, rtol=1e-6)
-    assert np.allclose(expected, [10000.0 ** (-p / 4) for p in positions])
-    assert (rope["rope_type"] == "default") == (positions == (0.0, 1.5, 3.0))
+    assert np.allclose(expected, [10000.0 ** (-p / 4) for p in pair_indices])
+    assert (rope["rope_type"] == "default") == (pair_indices == (0.0, 1.5, 3.0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -13,7 +13,7 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.layer_output import weights_of
+from convert.calibration.attention_weights import head_weights
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream, transformers_layers
@@ -168,7 +168,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             q_HTD, k_KTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTKD))
             weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH))
             assert_close(weights_HST, plain.weights[index][0])
-            weights = weights_of(read_attention(checkpoint, plan.conversions[index]))
+            weights = head_weights(read_attention(checkpoint, plan.conversions[index]))
             bias_M = 0 if layer.output_bias is None else layer.output_bias
             assert_close(layer.heads_out(weights, x_BTM) @ weights.o_MC.T + bias_M, attended_BTM)
 

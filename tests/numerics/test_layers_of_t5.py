@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
 
-from convert.calibration.layer_output import weights_of
-from convert.layers.encoder_decoder_layers import EncoderDecoderLayers
+from convert.calibration.attention_weights import head_weights
+from convert.layers.t5_layers import T5Layers
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
@@ -61,7 +61,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     folder = tiny.save(make(**changes), tmp_path / "source")
     parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
-        layers = EncoderDecoderLayers(checkpoint, LENGTH)
+        layers = T5Layers(checkpoint, LENGTH)
         merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).conversions
         assert len(merges) == layers.n_layers == len(parts)
         states_BTM = layers.embed(IDS)
@@ -78,7 +78,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
             q_HTD, k_KTD = (each[0].transpose(0, 1) for each in heads[:2])
             weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH - ENCODED))
             assert_close(weights_HST, all_weights[index][0])
-            weights = weights_of(read_attention(checkpoint, merges[index]))
+            weights = head_weights(read_attention(checkpoint, merges[index]))
             assert_close(layer.heads_out(weights, x_BTM) @ weights.o_MC.T, attended_BTM)
 
 

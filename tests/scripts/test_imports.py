@@ -41,8 +41,9 @@ def imported_by(code: str) -> set[str]:
 
 def test_help_needs_no_numpy_and_conversion_no_torch():
     assert "numpy" not in imported_by("import convert.cli")
-    everything = "import convert.cli, convert.conversion, convert.verification.verify, "
-    everything += "convert.inspection.summary, convert.tables, model.checkpoint.formats.safetensors, model.families"
+    everything = "import convert.cli, convert.conversion, convert.verification.verify, convert.commands.tables, "
+    everything += "convert.inspection.summary, convert.inspection.table, model.checkpoint.formats.safetensors, "
+    everything += "model.families"
     everything += "".join(f", model.checkpoint.formats.{name}" for name in READERS.values())
     assert not imported_by(everything) & {"torch", "transformers", "accelerate", "datasets", "gguf"}
 

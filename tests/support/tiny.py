@@ -42,7 +42,7 @@ FITTED = tuple(
     name
     for name, entry in FAMILIES.items()
     if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi)
-    and len(entry.attention) == 1 and name[-4:] != "_gqa"
+    and not entry.is_encoder_decoder and name[-4:] != "_gqa"
 )  # fmt: skip
 # Of these, a family of each kind of attention; tests of more than a second leave the others to `scripts/test --all`.
 KINDS = ("falcon", "gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "mixtral", "mpt", "olmo2", "phi", "qwen3")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from convert.latent.recipe import LATENT
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.checkpoint import TensorInfo
-from model.checkpoint.latent_norm import KEY
+from model.checkpoint.latent_norm import LATENT_NORM_KEY
 from model.common.counts import counted, format_count, parse_count
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
@@ -171,7 +171,7 @@ def test_kv_heads_do_not_matter():
 
 def test_latent_attention_does_not_matter():
     original, source = config(find_original("llama-2-7b")), ("meta-llama/Llama-2-7b-hf",)
-    entry = {KEY: {"kind": "eps", "weight": 1.0}, "kv_lora_rank": 448, "qk_rope_head_dim": 64}
+    entry = {LATENT_NORM_KEY: {"kind": "eps", "weight": 1.0}, "kv_lora_rank": 448, "qk_rope_head_dim": 64}
     latent = {**original, "model_type": "deepseek_v3", **entry}
     assert known_originals(latent, source) == known_originals(original, source) == (find_original("llama-2-7b"),)
 

@@ -166,7 +166,18 @@ class MemoryEstimator:
         float32 = _read_always_float32(model, config)
         kept = _make_measure_kept(model, config, seq_len, precision, lora_rank)
         return cls(
-            tensors, taught, equal, config, sizes, inner, seq_len, precision, optimizer, lora_rank, float32, kept
+            tensors=tensors,
+            teacher=taught,
+            equal_to_teacher=equal,
+            config=config,
+            sizes=sizes,
+            intermediate_size=inner,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            lora_rank=lora_rank,
+            always_float32=float32,
+            measure_kept=kept,
         )
 
     def trained(self, part: str) -> list[TensorInfo]:

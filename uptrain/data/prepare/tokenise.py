@@ -56,9 +56,17 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> U
         tokens_sha256, documents_sha256 = shard.finish()
     check_unchanged(unit, fingerprint)
     return UnitRecord(
-        fingerprint, shard.n_tokens, len(shard.starts), work.n_records, dict(work.dropped), work.skipped,
-        work.first_bad, tokens_sha256, documents_sha256, work.other_labels,
-    )  # fmt: skip
+        identity=fingerprint,
+        n_tokens=shard.n_tokens,
+        n_documents=len(shard.starts),
+        n_records=work.n_records,
+        dropped=dict(work.dropped),
+        skipped=work.skipped,
+        first_bad=work.first_bad,
+        tokens_sha256=tokens_sha256,
+        documents_sha256=documents_sha256,
+        other_labels=work.other_labels,
+    )
 
 
 class _Shard:

@@ -1,4 +1,4 @@
-"""Print results as tables, with rich. `--json` prints JSON instead."""
+"""Print the plan and the result of a conversion as tables, with rich. `--json` prints JSON instead."""
 
 import re
 from typing import Any
@@ -9,83 +9,6 @@ from rich.table import Table
 from model.checkpoint.tensor import layer_number
 from model.common.console import console, duration, print_key_values, size
 from model.common.counts import counted
-
-
-def print_inspection(summary: dict[str, Any]) -> None:
-    """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
-    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
-    print_key_values(
-        summary["source"],
-        [
-            ("model_type", f"{summary['model_type']} ({summary['format']}, {counted(len(summary['files']), 'file')})"),
-            (
-                "attention",
-                f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
-            ),
-            ("layers", str(summary["n_layers"])),
-            ("head size, hidden size", f"{summary['head_dim']}, {summary['hidden_size']}"),
-            ("weights", f"{summary['n_tensors']} tensors, {dtypes}"),
-            *(
-                [("repeat-kv can make", f"{', '.join(map(str, summary['repeats']))} K/V heads")]
-                if summary["repeats"]
-                else []
-            ),
-            *_remarks(summary),
-        ],
-    )
-    now = summary["groups"][0]["kv_cache_bytes_per_token"]
-    _group_sizes(summary["groups"], now)
-    if summary["latent"]:
-        _latent_sizes(summary["latent"], now)
-
-
-def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
-    """Print a table of the possible numbers of groups. `now`: bytes of the source's KV cache per token."""
-    table = _table("\nPossible values of --groups")
-    for heading in ("groups", "kind", "weights", "KV cache", "of now"):
-        table.add_column(heading, justify="right")
-    for heading in ("TP", "TP, heads copied"):
-        table.add_column(heading)
-    for row in rows:
-        cache = row["kv_cache_bytes_per_token"]
-        table.add_row(
-            str(row["groups"]),
-            row["attention"],
-            size(row["tensor_bytes"]),
-            size(cache),
-            f"{cache / now:.1%}",
-            " ".join(map(str, row["tensor_parallel_split"])),
-            " ".join(map(str, row["tensor_parallel_replicated"])),
-        )
-    screen = console()
-    screen.print(table)
-    screen.print(
-        "KV cache: of a token, all layers, 16 bits a value. TP: tensor-parallel sizes that divide the K/V heads; "
-        "larger ones hold each on more than one device."
-    )
-
-
-def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
-    """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
-    table = _table("\nSome sizes of latent attention (mha-to-mla)")
-    for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cache = row["kv_cache_bytes_per_token"]
-        kernel = "yes" if row["vllm_kernel"] else "no"
-        groups = f"{row['as_groups']:.3g}"
-        table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
-    screen = console()
-    screen.print(table)
-    screen.print(
-        "as groups: the number of groups with the same KV cache. Tensor parallelism divides groups among devices, but "
-        "copies the latent to each. transformers opens all sizes. vLLM kernel: whether it has a fast one, whose "
-        "results were not verified."
-    )
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
@@ -106,7 +29,8 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
-            *_remarks(planned),
+            *([("not copied", ", ".join(planned["left_out"]))] if planned["left_out"] else []),
+            *(("note", note) for note in planned["notes"]),
         ],
     )
 
@@ -133,14 +57,12 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
     return [("calibration", work if done else f"{work}, estimate {time}, with {room} of temporary disk space")]
 
 
-def _remarks(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped_files = [("not copied", ", ".join(summary["left_out"]))] if summary["left_out"] else []
-    return [*skipped_files, *(("note", note) for note in summary["notes"])]
-
-
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    table = _table("Merged heads compared with the originals")
+    table = Table(
+        title="Merged heads compared with the originals",
+        title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     table.add_column("", overflow="fold")
     for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)

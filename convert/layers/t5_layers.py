@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
-from convert.layers.runnable_layer import HeadObserver, HeadStates, ModelLayers, Weights
+from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights, ModelLayers
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -29,7 +29,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 
-class EncoderDecoderLayers(ModelLayers):
+class T5Layers(ModelLayers):
     """The decoder of a T5, run by its class. Raises CheckpointError for one that cannot be run so."""
 
     embedding_name = "shared.weight"
@@ -84,7 +84,7 @@ class EncoderDecoderLayers(ModelLayers):
             encoded_BEM = self._encoder(inputs_embeds=states_BTM[:, : self._n_encoded]).last_hidden_state
         return torch.cat([encoded_BEM, states_BTM[:, self._n_encoded :]], dim=1)
 
-    def load(self, index: int) -> "DecoderLayer":
+    def load(self, index: int) -> "T5DecoderLayer":
         self.__dict__.pop("_encoder", None)  # its memory is the layers' now
         with refusing_to_run(self.checkpoint), torch.no_grad():
             added_1HAA = self._added_1HAA
@@ -92,12 +92,12 @@ class EncoderDecoderLayers(ModelLayers):
             stem = f"decoder.block.{index // 2}.layer."
             if index % 2 == 0:
                 sublayer = self._load(f"{stem}0.")
-                return DecoderLayer(
+                return T5DecoderLayer(
                     index, self._geometry, self._n_encoded, sublayer, sublayer.SelfAttention, added_1HAA
                 )
             sublayer, feed_forward = self._load(f"{stem}1."), self._load(f"{stem}2.")
             attention = sublayer.EncDecAttention
-            return DecoderLayer(index, self._geometry, self._n_encoded, sublayer, attention, None, feed_forward)
+            return T5DecoderLayer(index, self._geometry, self._n_encoded, sublayer, attention, None, feed_forward)
 
     def check(self) -> None:
         if not 0 <= self._start < self.n_embeddings:
@@ -111,7 +111,7 @@ class EncoderDecoderLayers(ModelLayers):
                 self.load(index).run(states_1TM, lambda heads: None)
 
 
-class DecoderLayer(ObservedLayer):
+class T5DecoderLayer(ObservedLayer):
     """Self-attention or, with a feed-forward network, cross-attention of a layer of the decoder."""
 
     rotation = None
@@ -162,7 +162,7 @@ class DecoderLayer(ObservedLayer):
         self.check_finite(next_BAM)
         return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
 
-    def heads_out(self, weights: Weights, x_BTM: Tensor) -> Tensor:
+    def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
         mixed: list[Tensor] = []
         parameters = {
             "q.weight": weights.q_CX,
