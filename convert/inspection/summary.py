@@ -4,28 +4,33 @@ from collections import Counter
 from typing import Any
 
 from convert.latent.check_source import check_latent_source
-from convert.latent.sizes import LatentSizes, suggested_sizes
+from convert.latent.sizes import FAST_KERNEL_SIZES, suggested_sizes
 from convert.planning.notes import notes_of_checkpoint, notes_on_opening
 from convert.planning.remote_code import find_code
 from model.checkpoint import Checkpoint
-from model.common.errors import CheckpointError
-from model.geometry import Geometry, read_geometry
+from model.checkpoint.latent_norm import read_latent_norm
+from model.common import checks
+from model.common.errors import CheckpointError, prefix_path
+from model.geometry import Geometry, read_geometry, read_sizes
 
 # Common sizes: powers of two. vLLM and similar servers require that they divide the query heads (vLLM, `ModelConfig`,
 # `get_num_kv_heads` and `verify_with_parallel_config`).
 TENSOR_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
+MLA = "MLA"
+"""The kind of attention of an output of `mha-to-mla`."""
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return geometry, dtypes, sizes, those of latent attention and of each legal number of groups."""
+    """Return geometry, dtypes, sizes, those of latent attention and of each legal number of groups.
+
+    An output of `mha-to-mla` has no groups; of latent attention, it has its own sizes.
+    """
+    if read_latent_norm(checkpoint.config) is not None:
+        return _inspect_latent(checkpoint)
     geometry = read_geometry(checkpoint)
-    dtypes: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        dtypes[tensor.dtype] += tensor.nbytes
     latent_sizes = suggested_sizes(geometry) if _can_be_latent(checkpoint) else []
     return {
-        "source": str(checkpoint.path),
-        "format": checkpoint.format,
+        **_source(checkpoint),
         "model_type": geometry.model_type,
         "attention": attention_kind(geometry.n_heads, geometry.n_kv_heads),
         "n_layers": geometry.n_layers,
@@ -34,16 +39,56 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "heads_per_group": geometry.heads_per_group,
         "head_dim": geometry.head_dim,
         "hidden_size": geometry.hidden_size,
+        **_content(checkpoint),
+        "notes": _notes(checkpoint, geometry),
+        "repeats": list(geometry.legal_repeats),
+        "latent": [
+            _latent_row(geometry.n_layers, geometry.head_dim, sizes.latent, sizes.rope_dims) for sizes in latent_sizes
+        ],
+        "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
+    }
+
+
+def _inspect_latent(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the same of an output of `mha-to-mla`."""
+    with prefix_path(checkpoint.config_folder):
+        sizes = read_sizes(checkpoint)
+        head_dim = checks.size(checkpoint.config.get("v_head_dim"), "config.json has v_head_dim")
+    assert sizes.latent is not None
+    return {
+        **_source(checkpoint),
+        "model_type": checkpoint.config["model_type"],
+        "attention": MLA,
+        "n_layers": sizes.n_layers,
+        "n_heads": sizes.n_heads,
+        "n_kv_heads": sizes.n_kv_heads,
+        "heads_per_group": 1,
+        "head_dim": head_dim,
+        "hidden_size": sizes.hidden_size,
+        **_content(checkpoint),
+        "notes": list(checkpoint.notes),
+        "repeats": [],
+        "latent": [_latent_row(sizes.n_layers, head_dim, *sizes.latent)],
+        "groups": [],
+    }
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"source": str(checkpoint.path), "format": checkpoint.format}
+
+
+def _content(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the facts of tensors and files."""
+    dtypes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        dtypes[tensor.dtype] += tensor.nbytes
+    return {
         "n_tensors": len(checkpoint.tensors),
         "tensor_bytes": sum(dtypes.values()),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
         "left_out": list(checkpoint.skipped_files),
-        "notes": _notes(checkpoint, geometry),
-        "repeats": list(geometry.legal_repeats),
-        "latent": [_latent_row(geometry, sizes) for sizes in latent_sizes],
-        "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
 
 
@@ -77,13 +122,15 @@ def group_label(n_kv_heads: int) -> str:
     return "MQA" if n_kv_heads == 1 else f"GQA-{n_kv_heads}"
 
 
-def _latent_row(geometry: Geometry, sizes: LatentSizes) -> dict[str, Any]:
+def _latent_row(n_layers: int, head_dim: int, latent: int, rope_dims: int) -> dict[str, Any]:
+    """Return what latent attention of these sizes caches. `head_dim`: of the K/V heads to compare it with."""
+    cached = latent + rope_dims
     return {
-        "latent": sizes.latent,
-        "rope": sizes.rope_dims,
-        "kv_cache_bytes_per_token": sizes.kv_cache_bytes_per_token(geometry.n_layers),
-        "as_groups": sizes.cached / (2 * geometry.head_dim),
-        "vllm_kernel": sizes.has_fast_kernel,
+        "latent": latent,
+        "rope": rope_dims,
+        "kv_cache_bytes_per_token": 2 * n_layers * cached,
+        "as_groups": cached / (2 * head_dim),
+        "vllm_kernel": (latent, rope_dims) in FAST_KERNEL_SIZES,
     }
 
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
-from convert.inspection.summary import group_label
+from convert.inspection.summary import MLA, group_label
 from model.common.console import console, print_key_values, size
 from model.common.counts import counted
 
@@ -22,10 +22,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
         summary["source"],
         [
             ("model_type", f"{summary['model_type']} ({summary['format']}, {counted(len(summary['files']), 'file')})"),
-            (
-                "attention",
-                f"{summary['attention']}: {summary['n_heads']} query heads, {summary['n_kv_heads']} K/V heads",
-            ),
+            *_attention(summary),
             ("layers", str(summary["n_layers"])),
             ("head size, hidden size", f"{summary['head_dim']}, {summary['hidden_size']}"),
             ("weights", f"{summary['n_tensors']} tensors, {dtypes}"),
@@ -38,10 +35,24 @@ def print_inspection(summary: dict[str, Any]) -> None:
             *(("note", note) for note in summary["notes"]),
         ],
     )
+    if summary["attention"] == MLA:
+        return
     now = summary["groups"][0]["kv_cache_bytes_per_token"]
     _group_sizes(summary["groups"], now)
     if summary["latent"]:
         _latent_sizes(summary["latent"], now)
+
+
+def _attention(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    heads = f"{summary['attention']}: {summary['n_heads']} query heads"
+    if summary["attention"] != MLA:
+        return [("attention", f"{heads}, {summary['n_kv_heads']} K/V heads")]
+    (latent,) = summary["latent"]
+    cache = f"{size(latent['kv_cache_bytes_per_token'])} a token, as {latent['as_groups']:.3g} groups"
+    return [
+        ("attention", f"{heads}, a latent of {latent['latent']} and a rotated key of {latent['rope']} dimensions"),
+        ("KV cache", f"{cache} (all layers, 16 bits a value)"),
+    ]
 
 
 def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:

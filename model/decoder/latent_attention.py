@@ -6,7 +6,7 @@ and into what attention mixes (DeepSeek-V2, appendix C). Parameters have the nam
 transformers' DeepseekV3Attention.
 
 Letters: B batch, T query tokens, S key tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, Q
-= N + R, L numbers of the latent, D dimensions of a value head, U = N + D, M hidden_size.
+= N + R, L dimensions of the latent, D dimensions of a value head, U = N + D, M hidden_size.
 """
 
 import torch

@@ -43,6 +43,28 @@ def test_table(convert, source):
         assert word in text
 
 
+def test_an_output_with_latent_attention(convert, source, tmp_path):
+    out = tmp_path / "out"
+    options = ("--latent", 16, "--rope", 8, "--calibration", "none", "--json")
+    made = json.loads(convert("mha-to-mla", source, out, *options).succeeded().out)
+    summary = json.loads(convert("inspect", out, "--json").succeeded().out)
+    before = json.loads(convert("inspect", source, "--json").out)
+    assert summary.keys() == before.keys()
+    same = ("n_layers", "n_heads", "head_dim", "hidden_size")
+    assert [summary[key] for key in same] == [before[key] for key in same]
+    (sizes,) = summary["latent"]
+    expected = next(row for row in before["latent"] if (row["latent"], row["rope"]) == (8, 8))
+    assert (sizes["latent"], sizes["rope"], sizes["as_groups"]) == (16, 8, expected["as_groups"] * 1.5)
+    assert sizes["kv_cache_bytes_per_token"] == made["kv_cache_bytes_per_token"]["after"]
+    assert (summary["attention"], summary["groups"], summary["repeats"]) == ("MLA", [], [])
+    shown = " ".join(convert("inspect", out).out.split())
+    assert "MLA: 8 query heads, a latent of 16 and a rotated key of 8 dimensions" in shown
+    assert "96 B a token, as 3 groups (all layers, 16 bits a value)" in shown
+    convert("inspect", out, "--heads").refused("an output of convert mha-to-mla", "no K/V heads to merge")
+    tiny.edit_config(out, v_head_dim="4")
+    convert("inspect", out).refused(f"{out}: config.json has v_head_dim = '4'")
+
+
 def test_sizes_of_latent_attention(convert, source, tmp_path):
     rows = json.loads(convert("inspect", source, "--json").out)["latent"]
     assert [(row["latent"], row["rope"], row["as_groups"]) for row in rows] == [(16, 16, 4), (8, 8, 2), (4, 4, 1)]

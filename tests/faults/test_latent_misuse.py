@@ -139,7 +139,8 @@ def test_models_that_are_not_causal(refused, source, tmp_path):
 def test_a_class_of_latent_attention_already(convert, source, refused, tmp_path):
     convert("mha-to-mla", source, tmp_path / "mla", *SIZE, *BY_WEIGHTS).succeeded()
     refused("deepseek_v3", "latent attention (MLA)", path=tmp_path / "mla")
-    for command in (("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2), ("inspect", tmp_path / "mla")):
+    merge = ("mha-to-gqa", tmp_path / "mla", tmp_path / "out", "--groups", 2)
+    for command in (merge, ("inspect", tmp_path / "mla", "--heads")):
         for more in ((), ("--json",)):
             convert(*command, *more).refused(
                 f"{tmp_path / 'mla'}: this is an output of convert mha-to-mla",
