@@ -31,6 +31,8 @@ from model.common.staging import Staging, check_room
 
 PAIR_INDICES = "positions of the rotated key"
 """The journal's name for the pair indices of the rotated key's channels."""
+FINISHED_FILES = ("*.npz", "*.ids")
+"""Patterns of finished pieces in the scratch folder: layers, and windows that the model wrote."""
 SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
@@ -75,7 +77,7 @@ def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
     advice = f"finished work is kept in {staging.root}, and the same command continues from there"
     with staging:
-        staging.open(inputs)
+        staging.open(inputs, FINISHED_FILES)
         try:
             yield
         except (OSError, RunError) as error:

@@ -75,7 +75,8 @@ def check_complete(attention: Attention, checkpoint: Checkpoint, config: Mapping
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
     holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
     embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
-    head_replaces_embedding = holds_head_tensor and config.get("tie_word_embeddings") is True
+    is_tied = any(each.get("tie_word_embeddings") is True for each in (config, checkpoint.config))
+    head_replaces_embedding = holds_head_tensor and is_tied
     if family.embedding and embedding not in tensors and not head_replaces_embedding:
         raise _lacks(checkpoint, embedding)
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
@@ -128,9 +129,9 @@ def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
         return False
     tied = config.get("tie_word_embeddings")
     if config.get("model_type") != inner.get("model_type"):  # a wrapper: see `language_model.ties_head`
-        if not str(classes[0]).endswith("ForConditionalGeneration"):
-            return False
-        return tied is False and inner.get("tie_word_embeddings") is not True
+        own = inner.get("tie_word_embeddings")
+        is_untied = tied is False and (own is False or (own is None and is_native(inner)))
+        return is_untied and str(classes[0]).endswith("ForConditionalGeneration")
     if not str(classes[0]).endswith("ForCausalLM"):
         return False
     return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes

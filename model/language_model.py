@@ -17,7 +17,7 @@ from model.checkpoint.tensor import Array, Span, is_buffer
 from model.checkpoint.tied import HEAD
 from model.checkpoint.view import CheckpointView
 from model.common.errors import CheckpointError, prefix_path
-from model.families import FAMILIES, find_family
+from model.families import FAMILIES, NATIVE_FAMILIES, find_family
 from model.families.family import Family, Wrapper
 
 WRAPPER = "groupwise_wrapper"
@@ -65,10 +65,11 @@ def ties_head(config: Mapping[str, Any], inner: Mapping[str, Any], has_head: boo
 
     transformers 4 asked the language model's config, and version 5 asks the wrapper's. Version 5 writes configs of
     which one ties head and embedding and the other does not. Then a head that the files hold is used, as version 5
-    does.
+    does; also where the language model's config leaves out what may be its class's default (Gemma ties).
     """
     given = [place["tie_word_embeddings"] for place in (config, inner) if "tie_word_embeddings" in place]
-    if True in given and False in given:
+    may_tie = "tie_word_embeddings" not in inner and inner.get("model_type", "llama") not in NATIVE_FAMILIES
+    if (True in given and False in given) or (given == [False] and may_tie):
         return not has_head
     return given[0] if given else None
 

@@ -66,12 +66,14 @@ def _stored_text(
     """
     try:
         text = read_stored(out_path, recorded)
-        if find_spec("torch") is not None:
-            from convert.layers.layer_stream import check_tokens, open_layers
+        if find_spec("torch") is None:
+            raise UnsupportedMethodError(NO_TORCH)
+        from convert.layers.layer_stream import check_tokens, open_layers
 
-            check_tokens(open_layers(source, text.window_tokens, device), text)
-            return text
-        reason = NO_TORCH
+        check_tokens(open_layers(source, text.window_tokens, device), text)
+        return text
+    except UnsupportedMethodError as error:  # the layers cannot be run here
+        reason = str(error)
     except CheckpointError as error:
         reason = str(error)
         if (out_path / CALIBRATION_TOKENS).exists():

@@ -9,7 +9,9 @@ from model.common.read_files import similar_path
 # The hub's rule for names (huggingface_hub, `validate_repo_id`); a revision is a branch, a tag or a commit.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
-ADDRESS = re.compile(r"(?:https?:/+(?:www\.)?(?:huggingface|hf)\.co/|hf:/+)(?P<model>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
+ADDRESS = re.compile(
+    r"(?:https?:/+(?:www\.)?(?:huggingface|hf)\.co/|hf:/+)(?!datasets/|spaces/)(?P<model>\w[\w.-]*/\w[\w.-]*)", re.ASCII
+)
 """The beginning of a model's address."""
 SNAPSHOT = re.compile(r"/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]{40})$")
 """The path of a model in the cache."""

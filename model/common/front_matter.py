@@ -4,7 +4,10 @@ import re
 
 _FRONT_MATTER = re.compile(rb"(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 """huggingface_hub, too, finds it after empty lines and a byte order mark."""
-_TO_THE_NEXT_KEY = rb".*\n(?:(?![\"']?\w[\w .-]*[\"']?[ \t]*:).*\n)*"
+_EMPTY = re.compile(rb"(?:[ \t]*(?:#.*|\{\})?[ \t]*\r?\n)*")
+"""Comments and `{}`, as in the template of huggingface_hub."""
+_KEY = rb"[^\s#\[\]{}-][^\n]*:(?:[ \t]|\r?$)"
+"""The beginning of an entry at the top level: no comment, no item of a list, no end of brackets, not indented."""
 
 
 def of_derived_model(card: bytes, base_model: str | None) -> tuple[bytes, bytes]:
@@ -14,6 +17,10 @@ def of_derived_model(card: bytes, base_model: str | None) -> tuple[bytes, bytes]
     base model (`model-index`) are left out. The front matter is empty if it would hold nothing.
     """
     front, text = (match[1], card[match.end() :]) if (match := _FRONT_MATTER.match(card)) else (b"", card)
+    if _EMPTY.fullmatch(front):
+        front = b""
+    elif not re.search(b"^" + _KEY, front, re.MULTILINE):  # entries in brackets, or text between two rules
+        front, text = b"", card
     front = _without(front, b"model-index")
     if base_model:
         front = f"base_model: {base_model}\n".encode() + _without(front, b"base_model")
@@ -22,5 +29,5 @@ def of_derived_model(card: bytes, base_model: str | None) -> tuple[bytes, bytes]
 
 def _without(front: bytes, key: bytes) -> bytes:
     """Return front matter without a key at its top level, and without the lines of its value, up to the next key."""
-    entry = rb"^[\"']?%b[\"']?[ \t]*:" % re.escape(key)
-    return re.sub(entry + _TO_THE_NEXT_KEY, b"", front, flags=re.MULTILINE)
+    entry = rb"^[\"']?%b[\"']?[ \t]*:.*\n(?:(?!%b).*\n)*" % (re.escape(key), _KEY)
+    return re.sub(entry, b"", front, flags=re.MULTILINE)

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -149,11 +149,12 @@ class Staging:
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
                 path.unlink(missing_ok=True)
 
-    def open(self, inputs: Mapping[str, object]) -> None:
+    def open(self, inputs: Mapping[str, object], finished_files: Sequence[str] = ()) -> None:
         """Resume the run with these inputs if there is one, else start with an empty folder.
 
-        `inputs`: all that the finished pieces depend on, as values for JSON, each under its name for users. Raises
-        CheckpointError if the area holds finished work of a run with other inputs.
+        `inputs`: all that the finished pieces depend on, as values for JSON, each under its name for users.
+        `finished_files`: patterns of the files in the scratch folder that are finished pieces. Raises CheckpointError
+        if the area holds finished work of a run with other inputs.
         """
         digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
         begun_with, finished, size = _read_journal(self._journal)
@@ -161,7 +162,8 @@ class Staging:
             self.finished = finished
             os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
-        if begun_with is not None and (finished or any(path.is_file() for path in self.scratch.rglob("*"))):
+        kept = (path for pattern in finished_files for path in self.scratch.rglob(pattern))
+        if begun_with is not None and (finished or any(kept)):
             other = [f"another {name}" for name in digests if begun_with.get(name) != digests[name]]
             raise CheckpointError(
                 f"{self.root} holds the finished work of a command with {', '.join(other) or 'more options'}; give the "

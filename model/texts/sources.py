@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.hf_folder import is_uptrain_output, weights_in
+from model.checkpoint.hf_folder import is_uptrain_output
 from model.common.errors import InputError
 from model.common.files import check_name, home_problem, is_plain_name
 from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
@@ -87,7 +87,8 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
     other = _set_aside(formats)
     ignored = (*formats.pop(None, ()), *other)
     if not formats:
-        why = f" ({other[0]} is {why_ignored(other[0])}.)" if other else ""
+        left_out = [*other, *(path for path in ignored if Path(path).is_dir())]
+        why = f" ({left_out[0]} is {why_ignored(left_out[0])}.)" if left_out else ""
         raise InputError(f"{option} {folder}: no file of a known format; known are {_known_suffixes()}.{why}")
     if len(formats) > 1:
         counts = ", ".join(f"{len(paths)} {name} (e.g. {paths[0]})" for name, paths in formats.items())
@@ -161,7 +162,7 @@ def _has_no_texts(folder: Path) -> bool:
         if is_uptrain_output(folder):
             return True
         has_tokenizer = any((folder / name).is_file() for name in (TOKENIZER_JSON, *VOCABULARIES))
-        return (folder / "config.json").is_file() and (has_tokenizer or bool(weights_in(folder)))
+        return (folder / "config.json").is_file() and (has_tokenizer or any(folder.glob("*.safetensors")))
     except OSError:
         return False  # which is an error where the folder is listed
 

@@ -201,6 +201,27 @@ def test_front_matter_of_any_form_stays_yaml(entries, before):
     assert text == b"# Its card\n"
 
 
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("---\n# see the guide: https://huggingface.co/docs\n{}\n---\n# Card\n", "# Card\n"),
+        ("---\n{license: mit}\n---\n# Card\n", "---\n{license: mit}\n---\n# Card\n"),
+        ("---\nSome text.\n---\nMore.\n", "---\nSome text.\n---\nMore.\n"),
+        ("# Card\n", "# Card\n"),
+    ],
+)
+def test_front_matter_without_entries(card, expected):
+    front, text = of_derived_model(card.encode(), "owner/name")
+    assert (front, text) == (b"---\nbase_model: owner/name\n---\n\n", expected.encode())
+    assert of_derived_model(card.encode(), None) == (b"", expected.encode())
+
+
+def test_keys_after_a_removed_one_stay():
+    kept = "$key: 1\nünicode: 2\nx/y: 3\n'q k': 4\nempty:\n"
+    front, _ = of_derived_model(f"---\nbase_model: a/b\n{kept}model-index:\n- a: 1\n{kept}---\n".encode(), "o/n")
+    assert front.decode() == f"---\nbase_model: o/n\n{kept}{kept}---\n\n"
+
+
 def test_index_has_the_true_size(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

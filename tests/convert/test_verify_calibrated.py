@@ -22,6 +22,7 @@ from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import validation_errors
 from convert.calibration.layer_output import squared_error
 from convert.calibration_text.read import read_calibration_text
+from convert.errors import UnsupportedMethodError
 from convert.layers.layer_stream import iter_layers
 from convert.layers.native_layers import NativeLayer
 from convert.merging.layer import read_attention
@@ -207,9 +208,17 @@ def test_verify_without_torch_or_room(convert, parent, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("convert.verification.layers.shutil.disk_usage", lambda path: SimpleNamespace(free=1))
         convert("verify", parent, out).refused("1 B free", "set TMPDIR")
+    with monkeypatch.context() as patch:
+        patch.setattr("convert.layers.layer_stream.open_layers", refuse_to_run)
+        result = convert("verify", parent, out)
+        assert (result.code, "needs accelerate" in result.err) == (4, True)
     monkeypatch.setattr("convert.verification.recorded_recipe.find_spec", lambda name: None)
     result = convert("verify", parent, out)
     assert (result.code, "needs torch" in result.err) == (4, True)
+
+
+def refuse_to_run(*given):
+    raise UnsupportedMethodError("calibrating needs accelerate")
 
 
 def test_verify_where_the_source_lies_elsewhere(convert, parent, tmp_path):

@@ -54,6 +54,11 @@ def test_a_file_of_a_model(convert, uptrain, source):
         uptrain("plan", path, "--steps", 5).refused(words)
 
 
+def test_the_address_of_a_dataset_is_no_models(convert):
+    result = convert("inspect", "https://huggingface.co/datasets/org/name").refused("no such file or folder")
+    assert "hf download" not in result.err
+
+
 @pytest.mark.parametrize(
     "address",
     [

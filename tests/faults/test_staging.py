@@ -99,8 +99,18 @@ def test_finished_work_of_other_inputs_is_kept(tmp_path):
     with Staging(tmp_path / "out") as staging:
         staging.open({"--seed": 1, "SOURCE": "a"})
         staging.scratch.mkdir()
+        (staging.scratch / "states-0000.npy").touch()
     with Staging(tmp_path / "out") as staging:
-        staging.open({"--seed": 2, "SOURCE": "a"})
+        staging.open({"--seed": 2, "SOURCE": "a"}, ["*.npz"])
+        assert not staging.scratch.exists()
+        staging.scratch.mkdir()
+        (staging.scratch / "layer-0000.npz").touch()
+    words = f"{root} holds the finished work of a command with another --seed; give"
+    with Staging(tmp_path / "out") as staging, pytest.raises(CheckpointError, match=words):
+        staging.open({"--seed": 3, "SOURCE": "a"}, ["*.npz"])
+    with Staging(tmp_path / "out") as staging:
+        staging.open({"--seed": 2, "SOURCE": "a"}, ["*.npz"])
+        assert (staging.scratch / "layer-0000.npz").exists()
         staging.record("piece", 1)
     for inputs, names in (
         ({"--seed": 1, "SOURCE": "a"}, "another --seed;"),

@@ -13,6 +13,7 @@ from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
+from model.language_model import ties_head
 
 
 def geometry_of(folder):
@@ -161,6 +162,20 @@ def test_a_wrapper_without_its_head_is_refused(tmp_path):
         geometry_of(folder)
     tiny.edit_config(folder, tie_word_embeddings=True)
     assert geometry_of(folder).n_layers == 2
+
+
+def test_a_wrapper_around_a_class_that_ties_needs_no_head(tmp_path):
+    """Its config may leave out that default: LLaVA around Gemma, saved by transformers 4."""
+    folder = tiny.save(tiny.build("llava"), tmp_path / "m")
+    save_file({n: t for n, t in tiny.tensors(folder).items() if "lm_head" not in n}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in config["text_config"].items() if key != "tie_word_embeddings"}
+    tiny.edit_config(folder, tie_word_embeddings=False, text_config={**text, "model_type": "gemma"})
+    assert geometry_of(folder).n_layers == 2
+    inner = {**text, "model_type": "gemma"}
+    outer = {"tie_word_embeddings": False}
+    assert [ties_head(outer, inner, has_head) for has_head in (False, True)] == [True, False]
+    assert ties_head(outer, {**text, "model_type": "llama"}, has_head=False) is False
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,10 @@ def test_runs_and_models_beside_the_texts_are_no_texts(uptrain, tmp_path, monkey
     assert (texts / "run/metrics.jsonl").is_file()
     again = uptrain(*run, "--out", "run2").succeeded()
     assert "3 files or folders that hold no texts are left out, such as deep/model." in again.err
+    (texts / "deep/model/more.jsonl").write_text('{"text": "a"}\n')
+    uptrain("evaluate", model, "--data", "deep", "--seq-len", 32).refused(
+        "no file of a known format", "(deep/model is a model, a run, a token cache or logits.)"
+    )
     evaluated = uptrain("evaluate", model, "--data", ".", "--seq-len", 32, "--json").succeeded()
     assert json.loads(evaluated.out)["targets"] > 0
 

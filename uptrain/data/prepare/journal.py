@@ -26,7 +26,7 @@ def open_staging(
     out: Path,
     inputs: Mapping[str, object],
     temporary: bool = False,
-    continues: str = "the corrected command continues from there",
+    continues: str = "the corrected command continues from there, unless it changes the tokenizer or --text-column",
 ) -> Iterator[Staging]:
     """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
 

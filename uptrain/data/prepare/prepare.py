@@ -138,7 +138,7 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
     units = make_units(sources)
     unit_inputs: dict[str, object] = {
         "version of Groupwise": UNITS_FORMAT,
-        **({"--tokenizer": tokenizer.sha256} if tokenizer else {"--vocab-size": options.vocab_size}),
+        **({"tokenizer": tokenizer.sha256} if tokenizer else {"--vocab-size": options.vocab_size}),
         "--text-column": options.text_column,
     }
     weights = [str(source.weight) for source in sources]
