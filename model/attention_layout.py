@@ -82,9 +82,9 @@ def make_layout(family: Family, sizes: Sizes) -> Layout:
     """Return the layout of a family's attention, all optional parts included."""
     one = _one_attention(family, sizes)
     return Layout(
-        {f"{module}.{part}": shape for module in family.attention for part, shape in one.shapes.items()},
-        frozenset(f"{module}.{part}" for module in family.attention for part in one.required),
-        tuple(_prefixed(f"{module}.", heads) for module in family.attention for heads in one.heads),
+        {f"{module}.{part}": shape for module in family.names.attention for part, shape in one.shapes.items()},
+        frozenset(f"{module}.{part}" for module in family.names.attention for part in one.required),
+        tuple(_prefixed(f"{module}.", heads) for module in family.names.attention for heads in one.heads),
     )
 
 
@@ -93,10 +93,10 @@ def _prefixed(prefix: str, heads: Heads) -> Heads:
 
 
 def _one_attention(family: Family, sizes: Sizes) -> Layout:
-    n_rows, heads = _fused(family, sizes) if family.fused else _separate(family, sizes)
+    n_rows, heads = _fused(family, sizes) if family.names.fused else _separate(family, sizes)
     shapes: dict[str, tuple[int, ...]] = {
-        f"{family.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
-        f"{family.output}.bias": (sizes.hidden_size,),
+        f"{family.names.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
+        f"{family.names.output}.bias": (sizes.hidden_size,),
     }
     for name, n in n_rows.items():
         shapes |= {f"{name}.weight": (n, sizes.hidden_size), f"{name}.bias": (n,)}
@@ -121,7 +121,7 @@ def projections(family: Family, sizes: Sizes, parameter: str, prefix: str) -> tu
 
     `parameter`: `weight` or `bias`. `prefix`: the beginning of the module's tensor names.
     """
-    if family.fused:
+    if family.names.fused:
         _, heads = _fused(family, sizes)
         q, k, v = (_prefixed(prefix, each) for each in heads if each.tensors[0].endswith(parameter))
         return q, k, v
@@ -135,9 +135,9 @@ def projections(family: Family, sizes: Sizes, parameter: str, prefix: str) -> tu
 def _kinds(family: Family, sizes: Sizes) -> tuple[tuple[Kind, str, int], ...]:
     """Return the three kinds of heads: the name of their projection, and their number."""
     return (
-        ("q", family.query, sizes.n_heads),
-        ("k", family.key, sizes.n_kv_heads),
-        ("v", family.value, sizes.n_kv_heads),
+        ("q", family.names.query, sizes.n_heads),
+        ("k", family.names.key, sizes.n_kv_heads),
+        ("v", family.names.value, sizes.n_kv_heads),
     )
 
 
@@ -154,7 +154,7 @@ def _separate(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]
 
 def _fused(family: Family, sizes: Sizes) -> tuple[dict[str, int], list[Heads]]:
     """Return the same for a fused projection. Its rows are [q | k | v], of all heads or group by group."""
-    name = family.fused
+    name = family.names.fused
     assert name is not None
     n_blocks = sizes.n_kv_heads if family.fused_by == "group" else 1
     rows_per_block = (sizes.n_heads + 2 * sizes.n_kv_heads) // n_blocks * sizes.head_dim
@@ -184,13 +184,14 @@ def attention_tensors(family: Family, tensors: Mapping[str, TensorInfo]) -> dict
 
     Raises CheckpointError for a tensor that looks like attention but does not fit the family.
     """
-    modules = "|".join(map(re.escape, family.attention))
-    layer = rf"(?:{family.prefix}){family.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
+    names = family.names
+    modules = "|".join(map(re.escape, names.attention))
+    layer = rf"(?:{names.prefix}){names.layers}\.(?P<layer>0|[1-9][0-9]{{0,5}})"
     pattern = re.compile(rf"{layer}\.(?P<part>(?:{modules})\..+)")
     possible = _possible_parts(family)
     layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        if family.other_towers is not None and re.match(family.other_towers, name):
+        if names.other_towers is not None and re.match(names.other_towers, name):
             continue
         match = pattern.fullmatch(name)
         if match and possible.fullmatch(match["part"]):
@@ -222,7 +223,7 @@ def _possible_parts(family: Family) -> re.Pattern[str]:
 
 def _copied(family: Family) -> set[str]:
     """Return the parts that do not depend on the number of heads."""
-    return {f"{module}.{part}" for module in family.attention for part in family.headless_parts}
+    return {f"{module}.{part}" for module in family.names.attention for part in family.names.headless_parts}
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,10 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
     """Return the position of the heads of all layers. Raises CheckpointError if a layer is incomplete."""
     layout = make_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
+    names = family.names
     for layer, parts in layers.items():
-        for module in family.attention:
-            if (f"{module}.{family.key}.bias" in parts) != (f"{module}.{family.value}.bias" in parts):
+        for module in names.attention:
+            if (f"{module}.{names.key}.bias" in parts) != (f"{module}.{names.value}.bias" in parts):
                 raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
     positions = []
     for layer, parts in sorted(layers.items()):

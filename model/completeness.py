@@ -74,20 +74,21 @@ def check_complete(attention: Attention, checkpoint: Checkpoint, config: Mapping
     _check_norms(attention, layers, checkpoint, config)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
     holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
-    embedding, final_norm = f"{stack}{family.embedding}.weight", f"{stack}{family.final_norm}.weight"
+    names = family.names
+    embedding, final_norm = f"{stack}{names.embedding}.weight", f"{stack}{names.final_norm}.weight"
     is_tied = any(each.get("tie_word_embeddings") is True for each in (config, checkpoint.config))
     head_replaces_embedding = holds_head_tensor and is_tied
-    if family.embedding and embedding not in tensors and not head_replaces_embedding:
+    if names.embedding and embedding not in tensors and not head_replaces_embedding:
         raise _lacks(checkpoint, embedding)
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
-    if family.final_norm and has_norms and final_norm not in tensors:
+    if names.final_norm and has_norms and final_norm not in tensors:
         raise _lacks(checkpoint, final_norm)
-    for names in family.elsewhere:
-        if not any(name in tensors for name in names):
-            raise _lacks(checkpoint, names[0])
+    for alternatives in names.elsewhere:
+        if not any(name in tensors for name in alternatives):
+            raise _lacks(checkpoint, alternatives[0])
     if not holds_head_tensor and stack and _needs_head(checkpoint.config, config):
         raise CheckpointError(
-            f"{_lacks(checkpoint, f'{family.output_head}.weight')} If its head is the embedding, set "
+            f"{_lacks(checkpoint, f'{names.output_head}.weight')} If its head is the embedding, set "
             "tie_word_embeddings to true in config.json."
         )
 
@@ -140,7 +141,7 @@ def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
 def _parts(attention: Attention, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Return the names of each layer's tensors, without the layer's prefix. Buffers and the like are left out."""
     family = attention.family
-    ignored = tuple(f"{module}.{part}" for module in family.attention for part in family.headless_parts)
+    ignored = tuple(f"{module}.{part}" for module in family.names.attention for part in family.names.headless_parts)
     parts: dict[str, set[str]] = {prefix: set() for prefix in attention.layer_prefixes}
     for name in checkpoint.tensors:
         ends = (match.end() for match in re.finditer(r"(?:^|\.)\d+\.", name))

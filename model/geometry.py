@@ -140,7 +140,7 @@ def _read_geometry(checkpoint: Checkpoint) -> Geometry:
 def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_layers: int) -> tuple[int, ...] | None:
     if _has_alibi(config, family):
         return (0,) * n_layers
-    if family.rotary_fraction is None:
+    if family.positions.rotary_fraction is None:
         return None
     n_pairs, odd = divmod(int(head_dim * _rotary_fraction(config, family)), 2)
     if odd:
@@ -149,16 +149,18 @@ def _n_rotary_pairs(config: Mapping[str, Any], family: Family, head_dim: int, n_
 
 
 def _has_alibi(config: Mapping[str, Any], family: Family) -> bool:
-    return family.alibi is not None and get_key(config, family.alibi) is True
+    key = family.positions.alibi
+    return key is not None and get_key(config, key) is True
 
 
 def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
-    assert family.rotary_fraction is not None
-    if not family.partial_rotary:
-        return family.rotary_fraction
+    default = family.positions.rotary_fraction
+    assert default is not None
+    if not family.positions.partial_rotary:
+        return default
     keys = ("rope_parameters.partial_rotary_factor", family.keys.partial_rotary_factor)
     key = next((key for key in keys if get_key(config, key) is not None), None)
-    fraction = family.rotary_fraction if key is None else get_key(config, key)
+    fraction = default if key is None else get_key(config, key)
     if not checks.is_finite(fraction) or not 0 < fraction <= 1:
         raise CheckpointError(f"config.json has {key} = {checks.short_repr(fraction)}; it must be between 0 and 1.")
     return float(fraction)
@@ -166,13 +168,14 @@ def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
 
 def _rotating_layers(config: Mapping[str, Any], family: Family, n_layers: int) -> list[bool]:
     """Return for each layer whether its heads are rotated, by the rules of Cohere2's and SmolLM3's config classes."""
-    if family.null_window_rotates and config.get("sliding_window", 0) is None:
+    positions = family.positions
+    if positions.null_window_rotates and config.get("sliding_window", 0) is None:
         return [True] * n_layers
-    if family.rotates_only is not None:
-        return [kind == family.rotates_only for kind in _layer_types(config, n_layers)]
-    if family.no_rope_every is None:
+    if positions.rotates_only is not None:
+        return [kind == positions.rotates_only for kind in _layer_types(config, n_layers)]
+    if positions.no_rope_every is None:
         return [True] * n_layers
-    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", family.no_rope_every)
+    listed, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval", positions.no_rope_every)
     if listed is None and checks.is_whole_number(every):
         listed = [(layer + 1) % every != 0 for layer in range(n_layers)]
     if not isinstance(listed, list) or len(listed) != n_layers or not all(value in (0, 1) for value in listed):
@@ -213,8 +216,8 @@ def _positive(config: Mapping[str, Any], *keys: str) -> int:
 
 def _head_dim(config: Mapping[str, Any], family: Family, layers: Layers, n_heads: int, hidden_size: int) -> int:
     """Return the size of a head from layer 0's query projection, or from its output projection if Q, K, V are fused."""
-    name, axis = (family.query, 0) if family.fused is None else (family.output, 1)
-    part = f"{family.attention[0]}.{name}.weight"
+    name, axis = (family.names.query, 0) if family.names.fused is None else (family.names.output, 1)
+    part = f"{family.names.attention[0]}.{name}.weight"
     tensor = layers[0].get(part)
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[axis] % n_heads or not tensor.shape[axis]:
         raise CheckpointError(
@@ -250,12 +253,12 @@ def _stated_head_dim(config: Mapping[str, Any], family: Family, implied: int) ->
 
 def _n_kv_heads(family: Family, layers: Layers, n_heads: int, head_dim: int) -> int:
     """Return the number of K/V heads in layer 0; 0 if it is missing or not whole, which other checks refuse."""
-    name = family.key if family.fused is None else family.fused
-    tensor = layers[0].get(f"{family.attention[0]}.{name}.weight")
+    name = family.names.key if family.names.fused is None else family.names.fused
+    tensor = layers[0].get(f"{family.names.attention[0]}.{name}.weight")
     if tensor is None or not tensor.shape:
         return 0
     n = tensor.shape[0] // head_dim
-    return n if family.fused is None else (n - n_heads) // 2
+    return n if family.names.fused is None else (n - n_heads) // 2
 
 
 def _check_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, n_kv_heads: int) -> None:

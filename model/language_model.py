@@ -18,7 +18,7 @@ from model.checkpoint.tied import HEAD
 from model.checkpoint.view import CheckpointView
 from model.common.errors import CheckpointError, prefix_path
 from model.families import FAMILIES, NATIVE_FAMILIES, find_family
-from model.families.family import Family, Wrapper
+from model.families.family import Family, TensorNames, Wrapper
 
 WRAPPER = "groupwise_wrapper"
 """The key of a language model's config that names its wrapper's `model_type`. It is never written to a file."""
@@ -46,7 +46,7 @@ def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[s
     match = find_family(config)
     family = FAMILIES[match.family.model_type]
     assert isinstance(family, Family)
-    if family.prefix != Family.prefix:
+    if family.names.prefix != TensorNames.prefix:
         raise CheckpointError(
             f"model_type {family.model_type!r} inside model_type {wrapper.model_type!r} cannot be trained or evaluated "
             "here: the names of its tensors are not known."

@@ -52,7 +52,7 @@ def _reason(match: FamilyMatch) -> str:
         return f"it reads more than text, and {_TARGET} does not"
     if family.model_type in _REASONS:
         return _REASONS[family.model_type]
-    if family.rotary_fraction != 1.0 or family.alibi:
+    if family.positions.rotary_fraction != 1.0 or family.positions.alibi:
         return "its positions do not enter by rotating whole heads"
     if family.head_norms is not None:
         return f"it normalises queries and keys after their projections, and {_TARGET} does not"

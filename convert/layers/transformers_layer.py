@@ -75,12 +75,12 @@ class TransformersLayer(ObservedLayer):
         self._hidden_size, self._model_type = geometry.hidden_size, geometry.attention.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         family, sizes = geometry.attention.family, geometry.attention.sizes
-        self._attention: Any = layer.get_submodule(family.attention[0])
-        self._output: Any = self._attention.get_submodule(family.output)
+        self._attention: Any = layer.get_submodule(family.names.attention[0])
+        self._output: Any = self._attention.get_submodule(family.names.output)
         self.device, self.output_bias = self._output.weight.device, self._output.bias
-        self._rotates_back = family.rotates_back
+        self._rotates_back = family.positions.rotates_back
         self._n_rotated = 2 * geometry.n_rotary_pairs[index]
-        order = half_split_order(self.head_dim, self._n_rotated // 2, family.rotary_pairing)
+        order = half_split_order(self.head_dim, self._n_rotated // 2, family.positions.rotary_pairing)
         self._order = torch.from_numpy(order).to(self.device)
         self._heads = {parameter: projections(family, sizes, parameter, "") for parameter in ("weight", "bias")}
         self._norms: TransformersNorms | None = None

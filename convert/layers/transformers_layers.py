@@ -41,10 +41,10 @@ class TransformersLayers(ModelLayers):
             family.model_type, _for_short_texts(match.config, family), str(checkpoint.path)
         )
         self._decoder = self._model.base_model
-        self._layers: nn.ModuleList = getattr(self._decoder, family.layers)
+        self._layers: nn.ModuleList = getattr(self._decoder, family.names.layers)
         _move_buffers(self._decoder, self.device)
         stem = self._geometry.attention.layer_prefixes[0]
-        self._prefix = stem.removesuffix(f"{family.layers}.0.")
+        self._prefix = stem.removesuffix(f"{family.names.layers}.0.")
         """The beginning of the decoder's tensor names in the checkpoint."""
         self._model_prefix = next(f"{n}." for n, module in self._model.named_modules() if module is self._decoder)
         """The beginning of the decoder's parameter names in the model."""
@@ -55,7 +55,7 @@ class TransformersLayers(ModelLayers):
         name = next(n for n, module in self._decoder.named_modules() if module is self._embedding)
         self.embedding_name = f"{self._prefix}{name}.weight"
         own = self._model.state_dict()
-        buffers = tuple(f".{part}" for part in family.headless_parts)  # of old checkpoints
+        buffers = tuple(f".{part}" for part in family.names.headless_parts)  # of old checkpoints
         names = (name for name in checkpoint.tensors if name.startswith(self._prefix))
         self._parameters = [name for name in names if self._parameter_name(name) in own or not name.endswith(buffers)]
         """The decoder's tensors in the checkpoint."""
@@ -73,7 +73,7 @@ class TransformersLayers(ModelLayers):
     def load(self, index: int) -> "TransformersLayer":
         if index:
             self._layers[index - 1].to_empty(device="meta")
-        stem = f"{self._geometry.attention.family.layers}.{index}."
+        stem = f"{self._geometry.attention.family.names.layers}.{index}."
         state = {
             self._parameter_name(name): read_tensor(self.checkpoint, name, torch.float32, scalar=True)
             for name in self._parameters
@@ -145,7 +145,7 @@ class TransformersLayers(ModelLayers):
 
 def _for_short_texts(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return a config whose class makes no tables for texts longer than a window."""
-    key = family.alibi_table_length
+    key = family.positions.alibi_table_length
     longest = None if key is None else config.get(key)
     if key is None or not isinstance(longest, int):
         return config

@@ -56,7 +56,7 @@ class LayerMerge:
     recipe: Recipe
     n_rotary_pairs: int
     pairing: Literal["half", "interleaved"]
-    """See `Family.rotary_pairing`."""
+    """See `PositionEncoding.rotary_pairing`."""
     sizes: Sizes
     n_kv_heads: int
     source: tuple[Heads, ...]

@@ -99,7 +99,7 @@ class LayerAttention:
 def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half", "interleaved"]) -> NDArray[np.intp]:
     """Return a checkpoint's dimensions of a query or key head in the order of LayerAttention.
 
-    `pairing`: which dimensions the model rotates together (`Family.rotary_pairing`).
+    `pairing`: which dimensions the model rotates together (`PositionEncoding.rotary_pairing`).
     """
     order = np.arange(head_dim)
     if pairing == "interleaved":

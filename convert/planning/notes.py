@@ -131,7 +131,7 @@ def _linked_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
 def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield what is wrong with `vocab_size`: transformers refuses an embedding of more or fewer rows."""
     match = find_family(checkpoint.config)
-    vocab_size, embedding = match.config.get("vocab_size"), match.family.embedding or "embed_tokens"
+    vocab_size, embedding = match.config.get("vocab_size"), match.family.names.embedding or "embed_tokens"
     for name, tensor in checkpoint.tensors.items():
         n_rows = tensor.shape[0] if tensor.shape else 0
         if name.endswith(f"{embedding}.weight") and vocab_size not in (None, n_rows):

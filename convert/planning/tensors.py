@@ -70,13 +70,13 @@ def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: i
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
     family = geometry.attention.family
-    if geometry.n_rotary_pairs is None and family.rotary_fraction is not None:
+    if geometry.n_rotary_pairs is None and family.positions.rotary_fraction is not None:
         raise UnsupportedMethodError(
             f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
             f"them in a head of {geometry.head_dim}; choose {', '.join(HEAD_METHODS)}."
         )
     if geometry.n_rotary_pairs is None:
-        without = "" if family.alibi is None else f" without {family.alibi} = true"
+        without = "" if family.positions.alibi is None else f" without {family.positions.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
             f"model_type {family.model_type!r}{without}; choose {', '.join(HEAD_METHODS)}."
@@ -108,7 +108,7 @@ def _check_norms(family: Family, prefix: str, tensors: Mapping[str, TensorInfo],
 def _prefixes(geometry: Geometry) -> list[str]:
     """Return the beginnings of the attention modules' tensor names, in the order of layers."""
     attention = geometry.attention
-    return [f"{prefix}{module}." for prefix in attention.layer_prefixes for module in attention.family.attention]
+    return [f"{prefix}{module}." for prefix in attention.layer_prefixes for module in attention.family.names.attention]
 
 
 def layer_merges(
@@ -123,7 +123,7 @@ def layer_merges(
     family, sizes = geometry.attention.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
     merges = []
-    per_layer = len(family.attention)
+    per_layer = len(family.names.attention)
     for i, prefix in enumerate(_prefixes(geometry)):
         source, target = (
             tuple(
@@ -137,12 +137,12 @@ def layer_merges(
         merge = LayerMerge(
             recipe=recipe,
             n_rotary_pairs=geometry.n_rotary_pairs[i // per_layer],
-            pairing=family.rotary_pairing,
+            pairing=family.positions.rotary_pairing,
             sizes=sizes,
             n_kv_heads=n_kv_heads,
             source=source,
             target=target,
-            output_weight=f"{prefix}{family.output}.weight",
+            output_weight=f"{prefix}{family.names.output}.weight",
             norms=norms,
         )
         merges.append(merge)

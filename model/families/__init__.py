@@ -53,8 +53,8 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
     family = _find_entry(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
     if not isinstance(family, Family):
         raise CheckpointError(f"{subject} around model_type {inner_type!r}, itself a wrapper, is not supported.")
-    family = replace(family, prefix=entry.prefix, other_towers=entry.other_towers)
-    return FamilyMatch(entry.model_type, family, text, entry.text_config)
+    names = replace(family.names, prefix=entry.prefix, other_towers=entry.other_towers)
+    return FamilyMatch(entry.model_type, replace(family, names=names), text, entry.text_config)
 
 
 def _find_entry(model_type: object, subject: str, has_code: bool) -> Family | Wrapper:

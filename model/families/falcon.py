@@ -3,23 +3,25 @@
 Falcon 7B is multi-query already. 40B and 180B are grouped already, in a class with other norms.
 """
 
-from model.families.family import ConfigKeys, Family, Switch
+from model.families.family import ConfigKeys, Family, PositionEncoding, Switch, TensorNames
 
 FAMILY = Family(
     "falcon",
     keys=ConfigKeys(n_kv_heads="num_kv_heads"),
     default_sizes={"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32},
-    prefix=r"(?:transformer\.)?",
-    layers="h",
-    embedding="word_embeddings",
-    final_norm="ln_f",
-    attention=("self_attention",),
-    output="dense",
-    fused="query_key_value",
+    names=TensorNames(
+        prefix=r"(?:transformer\.)?",
+        layers="h",
+        embedding="word_embeddings",
+        final_norm="ln_f",
+        attention=("self_attention",),
+        output="dense",
+        fused="query_key_value",
+    ),
     fused_by="group",
     switch=Switch("multi_query", default=True, values={True: 1, False: "n_heads"}, merged=True),
     only_multi_query=True,
-    alibi="alibi",
+    positions=PositionEncoding(alibi="alibi"),
     refused={
         "new_decoder_architecture": (
             True,

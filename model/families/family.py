@@ -100,25 +100,12 @@ class CustomCode:
 
 
 @dataclass(frozen=True)
-class Family:
-    """One `model_type`: the names of its attention tensors and the defaults of its Hugging Face config class.
+class TensorNames:
+    """The names of a language model's tensors; the defaults are Llama's.
 
-    Heads are consecutive in the rows of the query, key and value projections and in the columns of the output
-    projection. Query head h reads K/V head h // heads_per_group. Every projection may have a bias.
-
-    The defaults are those of transformers 5.23; tests compare them with the installed classes.
+    A tensor of attention is called `{prefix}{layers}.{number}.{attention}.{query}.weight`, and so on.
     """
 
-    model_type: str
-    default_n_kv_heads: int | Assumed = "n_heads"
-    """The class's default if `num_key_value_heads` is absent."""
-    null_n_kv_heads: Assumed = "n_heads"
-    """The class's default if `num_key_value_heads` is null."""
-    default_head_dim: int | None = None
-    """The class's default if `head_dim` is absent; None means hidden_size / num_attention_heads."""
-    default_sizes: Mapping[str, int] = field(default_factory=dict)
-    """The class's defaults for other sizes. Nested configs (LLaVA's) often omit them."""
-    keys: ConfigKeys = ConfigKeys()
     prefix: str = r"(?:model\.)?"
     """Pattern of the prefix before `layers.0.self_attn.` in tensor names; the saved base model has none."""
     layers: str = "layers"
@@ -142,10 +129,19 @@ class Family:
     output: str = "o_proj"
     fused: str | None = None
     """The one projection that holds the rows of queries, keys and values; None if there are three projections."""
-    fused_by: Literal["kind", "group"] = "kind"
-    """Row order of the fused projection. `kind`: all queries, all keys, all values. `group`: group by group, the
-    queries of the group, its key and its value; in an MHA model query, key and value of each head."""
-    head_norms: HeadNorms | None = None
+    not_per_head: tuple[str, ...] = ()
+    """Further parts that do not depend on the number of heads, and are copied."""
+
+    @property
+    def headless_parts(self) -> tuple[str, ...]:
+        """Parts of an attention module that do not depend on the number of heads."""
+        return (*self.not_per_head, ROPE_BUFFER)
+
+
+@dataclass(frozen=True)
+class PositionEncoding:
+    """How a family's attention learns of positions: by rotary embedding (RoPE), by ALiBi, or outside the heads."""
+
     rotary_fraction: float | None = 1.0
     """Rotary fraction of head_dim; the first dimensions of a head are rotated. 0.0: heads are used as projected.
 
@@ -170,12 +166,38 @@ class Family:
     alibi_table_length: str | None = None
     """The setting with the number of positions for which the class makes a table of ALiBi's biases. A shorter text uses
     the last columns of the table."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: the names of its attention tensors and the defaults of its Hugging Face config class.
+
+    Heads are consecutive in the rows of the query, key and value projections and in the columns of the output
+    projection. Query head h reads K/V head h // heads_per_group. Every projection may have a bias.
+
+    The defaults are those of transformers 5.23; tests compare them with the installed classes.
+    """
+
+    model_type: str
+    default_n_kv_heads: int | Assumed = "n_heads"
+    """The class's default if `num_key_value_heads` is absent."""
+    null_n_kv_heads: Assumed = "n_heads"
+    """The class's default if `num_key_value_heads` is null."""
+    default_head_dim: int | None = None
+    """The class's default if `head_dim` is absent; None means hidden_size / num_attention_heads."""
+    default_sizes: Mapping[str, int] = field(default_factory=dict)
+    """The class's defaults for other sizes. Nested configs (LLaVA's) often omit them."""
+    keys: ConfigKeys = ConfigKeys()
+    names: TensorNames = TensorNames()
+    fused_by: Literal["kind", "group"] = "kind"
+    """Row order of the fused projection. `kind`: all queries, all keys, all values. `group`: group by group, the
+    queries of the group, its key and its value; in an MHA model query, key and value of each head."""
+    head_norms: HeadNorms | None = None
+    positions: PositionEncoding = PositionEncoding()
     rope_scaling_v4: tuple[str, ...] | None = None
     """The keys of `rope_scaling` that the class reads in transformers 4, which refuses others; None if it takes all."""
     ignores_tokenizer_class: bool = False
     """Whether transformers uses the tokenizer's file as it is, whatever class `tokenizer_config.json` names."""
-    not_per_head: tuple[str, ...] = ()
-    """Further parts that do not depend on the number of heads, and are copied."""
     joins_experts: bool = False
     """Whether transformers joins the experts that the files hold one by one. `uptrain` trains attention alone then."""
     switch: Switch | None = None
@@ -198,12 +220,7 @@ class Family:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads the text: its decoder's layers have cross-attention beside self-attention."""
-        return len(self.attention) > 1
-
-    @property
-    def headless_parts(self) -> tuple[str, ...]:
-        """Parts of an attention module that do not depend on the number of heads."""
-        return (*self.not_per_head, ROPE_BUFFER)
+        return len(self.names.attention) > 1
 
     @property
     def stock_class_supports_gqa(self) -> bool:
@@ -221,9 +238,9 @@ class Wrapper:
     text_config: str = "text_config"
     """The key of `config.json` that holds the language model's config."""
     prefix: str = r"language_model\.(?:model\.)?|model\.language_model\."
-    """As in `Family`, for the language model inside. Two spellings; the second since transformers 4.52."""
+    """As in `TensorNames`, for the language model inside. Two spellings; the second since transformers 4.52."""
     other_towers: str = r"(?:model\.)?vision_tower\."
-    """As in `Family`."""
+    """As in `TensorNames`."""
     is_causal: bool = True
     """Whether no token of a text attends to later ones."""
 

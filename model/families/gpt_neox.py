@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from model.families.family import ConfigKeys, CustomCode, Family
+from model.families.family import ConfigKeys, CustomCode, Family, PositionEncoding, TensorNames
 
 CODE = CustomCode(
     "gpt_neox_gqa",
@@ -23,18 +23,19 @@ FAMILY = Family(
     "gpt_neox",
     keys=ConfigKeys(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     default_sizes=SIZES,
-    prefix=r"(?:gpt_neox\.)?",
-    embedding="embed_in",
-    final_norm="final_layer_norm",
-    output_head="embed_out",
-    attention=("attention",),
-    output="dense",
-    fused="query_key_value",
+    names=TensorNames(
+        prefix=r"(?:gpt_neox\.)?",
+        embedding="embed_in",
+        final_norm="final_layer_norm",
+        output_head="embed_out",
+        attention=("attention",),
+        output="dense",
+        fused="query_key_value",
+        not_per_head=("bias", "masked_bias"),  # the causal mask, in old checkpoints
+    ),
     fused_by="group",
-    not_per_head=("bias", "masked_bias"),  # the causal mask, in old checkpoints
     custom_code=CODE,
-    rotary_fraction=0.25,
-    partial_rotary=True,
+    positions=PositionEncoding(rotary_fraction=0.25, partial_rotary=True),
 )
 GQA_FAMILY = replace(FAMILY, model_type="gpt_neox_gqa")
 """The family with grouped heads, as `convert` writes it."""

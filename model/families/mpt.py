@@ -1,6 +1,6 @@
 """Define MPT, whose checkpoints contain the code of llm-foundry (`attn_config.kv_n_heads`)."""
 
-from model.families.family import ConfigKeys, Family, HeadNorms, Switch
+from model.families.family import ConfigKeys, Family, HeadNorms, PositionEncoding, Switch, TensorNames
 
 FAMILY = Family(
     "mpt",
@@ -11,14 +11,16 @@ FAMILY = Family(
         n_kv_heads="attn_config.kv_n_heads",
     ),
     default_sizes={"d_model": 2048, "n_heads": 16, "n_layers": 24},
-    prefix=r"(?:transformer\.)?",
-    layers="blocks",
-    embedding="wte",
-    final_norm="norm_f",
-    attention=("attn",),
-    attention_norm="norm_1",
-    output="out_proj",
-    fused="Wqkv",
+    names=TensorNames(
+        prefix=r"(?:transformer\.)?",
+        layers="blocks",
+        embedding="wte",
+        final_norm="norm_f",
+        attention=("attn",),
+        attention_norm="norm_1",
+        output="out_proj",
+        fused="Wqkv",
+    ),
     head_norms=HeadNorms("q_ln", "k_ln", "flat", kind="layer", switch="attn_config.qk_ln"),
     switch=Switch(
         "attn_config.attn_type",
@@ -27,9 +29,7 @@ FAMILY = Family(
         merged="grouped_query_attention",
     ),
     own_code_key="kv_n_heads",
-    rotary_fraction=None,
-    alibi="attn_config.alibi",
-    alibi_table_length="max_seq_len",
+    positions=PositionEncoding(rotary_fraction=None, alibi="attn_config.alibi", alibi_table_length="max_seq_len"),
     class_ignores={
         "attn_config.alibi": (None, True),
         "attn_config.rope": (None, False),

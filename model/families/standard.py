@@ -1,24 +1,26 @@
 """Define the families that differ from Llama only in names, sizes and norms, one entry each.
 
-Tensor names that an entry does not give are the defaults of `Family`, Llama's. A family with another layout has its own
-file.
+Tensor names that an entry does not give are the defaults of `TensorNames`, Llama's. A family with another layout has
+its own file.
 """
 
-from model.families.family import Family, HeadNorms
+from model.families.family import Family, HeadNorms, PositionEncoding, TensorNames
 
 SHARED_NORMS = HeadNorms("q_norm", "k_norm", "shared")
 FLAT_NORMS = HeadNorms("q_norm", "k_norm", "flat")
+INTERLEAVED = PositionEncoding(rotary_pairing="interleaved")
+NO_ATTENTION_NORM = TensorNames(attention_norm=None)
 
 STANDARD = (
     # Apertus: Qwen 3's layout, with another activation.
-    Family("apertus", attention_norm="attention_layernorm", head_norms=SHARED_NORMS),
+    Family("apertus", names=TensorNames(attention_norm="attention_layernorm"), head_norms=SHARED_NORMS),
     # Arcee (AFM): Llama's layout, with another activation.
     Family("arcee"),
     # Command R and Aya: optionally a norm for each head of queries and keys, all in one matrix.
     Family(
         "cohere",
         head_norms=HeadNorms("q_norm", "k_norm", "matrix", kind="layer", switch="use_qk_norm"),
-        rotary_pairing="interleaved",
+        positions=INTERLEAVED,
     ),
     # Command R7B, Command A and newer Aya: Llama's layout. Layers without a sliding window are not rotated.
     Family(
@@ -30,25 +32,23 @@ STANDARD = (
             "intermediate_size": 22528,
             "vocab_size": 256000,
         },
-        rotary_pairing="interleaved",
-        rotates_only="sliding_attention",
+        positions=PositionEncoding(rotary_pairing="interleaved", rotates_only="sliding_attention"),
     ),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
     Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, joins_experts=True),
     # ERNIE 4.5, the dense ones: Llama's layout.
-    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, rotary_pairing="interleaved"),
+    Family("ernie4_5", default_n_kv_heads=2, default_head_dim=128, positions=INTERLEAVED),
     # EXAONE 4: Qwen 3's layout. With sliding windows, layers without a window are not rotated.
     Family(
         "exaone4",
         default_n_kv_heads=32,
         null_n_kv_heads="refused",
-        attention_norm=None,
+        names=NO_ATTENTION_NORM,
         head_norms=SHARED_NORMS,
-        rotates_only="sliding_attention",
-        null_window_rotates=True,
+        positions=PositionEncoding(rotates_only="sliding_attention", null_window_rotates=True),
     ),
     # FlexOlmo: as OLMo 2, with experts, which are copied.
-    Family("flex_olmo", attention_norm=None, head_norms=FLAT_NORMS, joins_experts=True),
+    Family("flex_olmo", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS, joins_experts=True),
     # Gemma and CodeGemma: Llama's layout with a head size of its own.
     Family(
         "gemma",
@@ -87,14 +87,18 @@ STANDARD = (
             default_n_kv_heads=2,
             null_n_kv_heads="refused",
             default_head_dim=128,
-            rotary_fraction=0.5,
-            partial_rotary=True,
-            rotary_pairing="interleaved",
+            positions=PositionEncoding(rotary_fraction=0.5, partial_rotary=True, rotary_pairing="interleaved"),
         )
         for model_type in ("glm", "glm4")
     ),
     # gpt-oss: Llama's layout with biases, and a sink for each query head, which is copied.
-    Family("gpt_oss", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=64, not_per_head=("sinks",)),
+    Family(
+        "gpt_oss",
+        default_n_kv_heads=8,
+        null_n_kv_heads="refused",
+        default_head_dim=64,
+        names=TensorNames(not_per_head=("sinks",)),
+    ),
     # Granite: Llama's layout; its multipliers are in the config.
     Family("granite"),
     # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
@@ -105,7 +109,7 @@ STANDARD = (
         default_n_kv_heads=20,
         null_n_kv_heads="refused",
         default_head_dim=128,
-        rotary_pairing="interleaved",
+        positions=INTERLEAVED,
     ),
     # Hunyuan, the dense ones: Llama's layout, and RMS norms that all heads share.
     Family("hunyuan_v1_dense", head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True)),
@@ -157,41 +161,38 @@ STANDARD = (
     # nanochat: Llama's layout; its norms have no weights.
     Family(
         "nanochat",
-        attention_norm=None,
+        names=NO_ATTENTION_NORM,
         head_norms=HeadNorms("q_norm", "k_norm", "none", after_rotation=True),
-        rotates_back=True,
+        positions=PositionEncoding(rotates_back=True),
     ),
     # Nemotron 3 and 4, Minitron: Llama's layout; the class raises an error if the number of K/V heads is missing.
     Family(
         "nemotron",
         default_n_kv_heads="refused",
         null_n_kv_heads="refused",
-        rotary_fraction=0.5,
-        partial_rotary=True,
+        positions=PositionEncoding(rotary_fraction=0.5, partial_rotary=True),
     ),
     # OLMo: Llama's layout, norms without weights; `clip_qkv` clips merged heads too.
-    Family("olmo", attention_norm=None, engines_without_gqa=("vLLM", "SGLang")),
+    Family("olmo", names=NO_ATTENTION_NORM, engines_without_gqa=("vLLM", "SGLang")),
     # OLMo 2: queries and keys are normalised over all heads together.
-    Family("olmo2", attention_norm=None, head_norms=FLAT_NORMS),
+    Family("olmo2", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", attention_norm=None, head_norms=FLAT_NORMS),
+    Family("olmo3", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS),
     # OLMoE: as OLMo 2, with experts, which are copied.
     Family("olmoe", head_norms=FLAT_NORMS, joins_experts=True, engines_without_gqa=("llama.cpp", "SGLang")),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.
     Family(
         "phi",
-        final_norm="final_layernorm",
-        output="dense",
+        names=TensorNames(final_norm="final_layernorm", output="dense"),
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "shared", kind="layer", switch="qk_layernorm"),
-        rotary_fraction=0.5,
-        partial_rotary=True,
+        positions=PositionEncoding(rotary_fraction=0.5, partial_rotary=True),
         engines_without_gqa=("vLLM", "llama.cpp", "SGLang"),
     ),
     # Phi 3: queries, keys and values in one projection.
     Family(
         "phi3",
-        fused="qkv_proj",
-        partial_rotary=True,
+        names=TensorNames(fused="qkv_proj"),
+        positions=PositionEncoding(partial_rotary=True),
         rope_scaling_v4=("type", "short_factor", "long_factor"),
         refused={
             "rope_scaling.type": (
@@ -224,15 +225,14 @@ STANDARD = (
     # Seed-OSS: Llama's layout with q, k and v biases.
     Family("seed_oss", default_n_kv_heads=8, default_head_dim=128),
     # SmolLM3: Llama's layout; some layers have no rotary embedding.
-    Family("smollm3", default_n_kv_heads=4, no_rope_every=4),
+    Family("smollm3", default_n_kv_heads=4, positions=PositionEncoding(no_rope_every=4)),
     # StableLM 3B and 2: optional biases, and optionally a norm for each head of queries and keys.
     Family(
         "stablelm",
         default_n_kv_heads=32,
         null_n_kv_heads="refused",
         head_norms=HeadNorms("q_layernorm", "k_layernorm", "list", kind="layer", switch="qk_layernorm"),
-        rotary_fraction=0.25,
-        partial_rotary=True,
+        positions=PositionEncoding(rotary_fraction=0.25, partial_rotary=True),
     ),
     # StarCoder 2: Llama's layout with biases everywhere.
     Family("starcoder2", default_n_kv_heads=2, null_n_kv_heads="refused"),

@@ -6,7 +6,7 @@ The encoder keeps its heads: it computes all its tokens at once, so memory bandw
 
 from dataclasses import replace
 
-from model.families.family import ConfigKeys, CustomCode, Family
+from model.families.family import ConfigKeys, CustomCode, Family, PositionEncoding, TensorNames
 
 CODE = CustomCode(
     "t5_gqa",
@@ -30,23 +30,25 @@ FAMILY = Family(
     ),
     default_head_dim=64,
     default_sizes={"d_model": 512, "num_heads": 8, "num_layers": 6},
-    prefix=r"decoder\.",
-    layers="block",
-    embedding=None,
-    final_norm="final_layer_norm",
-    attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
-    other_towers=r"encoder\.",
-    elsewhere=(
-        ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
-        ("encoder.final_layer_norm.weight",),
+    names=TensorNames(
+        prefix=r"decoder\.",
+        layers="block",
+        embedding=None,
+        final_norm="final_layer_norm",
+        attention=("layer.0.SelfAttention", "layer.1.EncDecAttention"),
+        other_towers=r"encoder\.",
+        elsewhere=(
+            ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+            ("encoder.final_layer_norm.weight",),
+        ),
+        query="q",
+        key="k",
+        value="v",
+        output="o",
+        not_per_head=("relative_attention_bias.weight",),  # one number for each query head
     ),
-    query="q",
-    key="k",
-    value="v",
-    output="o",
-    not_per_head=("relative_attention_bias.weight",),  # one number for each query head
     custom_code=CODE,
-    rotary_fraction=0.0,
+    positions=PositionEncoding(rotary_fraction=0.0),
 )
 GQA_FAMILY = replace(FAMILY, model_type="t5_gqa")
 """The family with grouped heads, as `convert` writes it."""

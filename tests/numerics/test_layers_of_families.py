@@ -64,13 +64,13 @@ class Plain:
 
     def __init__(self, model, family):
         self.outputs, self.given, self.attended, self.norms = [], [], [], []
-        layers = getattr(model.base_model, FAMILIES[family].layers)
+        layers = getattr(model.base_model, FAMILIES[family].names.layers)
         for layer in layers:
-            attention = layer.get_submodule(FAMILIES[family].attention[0])
+            attention = layer.get_submodule(FAMILIES[family].names.attention[0])
             layer.register_forward_hook(
                 lambda module, args, out: self.outputs.append(out[0] if isinstance(out, tuple) else out)
             )
-            names = [FAMILIES[family].fused] if FAMILIES[family].fused else ["q_proj", "k_proj", "v_proj"]
+            names = [FAMILIES[family].names.fused] if FAMILIES[family].names.fused else ["q_proj", "k_proj", "v_proj"]
             parts, norms = {}, FAMILIES[family].head_norms
             normed = norms is not None and norms.kind == "rms"
             self.norms.append([attention.get_submodule(n) for n in (norms.query, norms.key)] if normed else [])
@@ -78,7 +78,7 @@ class Plain:
             for name in names:
                 hook = lambda module, args, out, name=name, parts=parts: parts.__setitem__(name, out)  # noqa: E731
                 attention.get_submodule(name).register_forward_hook(hook)
-            output = attention.get_submodule(FAMILIES[family].output)
+            output = attention.get_submodule(FAMILIES[family].names.output)
             output.register_forward_hook(lambda module, args, out: self.attended.append(out))
         with torch.no_grad():
             self.weights = attention_weights(model, family)
@@ -235,7 +235,9 @@ def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     _, folder = build("glm", tmp_path / "source")
     with open_checkpoint(folder) as checkpoint:
         geometry = transformers_layers.read_geometry(checkpoint)
-        wrong = replace(geometry.attention, family=replace(geometry.attention.family, rotary_pairing="half"))
+        family = geometry.attention.family
+        halves = replace(family, positions=replace(family.positions, rotary_pairing="half"))
+        wrong = replace(geometry.attention, family=halves)
         monkeypatch.setattr(transformers_layers, "read_geometry", lambda checkpoint: replace(geometry, attention=wrong))
         with pytest.raises(CheckpointError, match="rotates queries and keys differently"):
             TransformersLayers(checkpoint, LENGTH).check()

@@ -41,7 +41,7 @@ STOCK = tuple(
 FITTED = tuple(
     name
     for name, entry in FAMILIES.items()
-    if not isinstance(entry, Wrapper) and (entry.rotary_fraction is not None or entry.alibi)
+    if not isinstance(entry, Wrapper) and (entry.positions.rotary_fraction is not None or entry.positions.alibi)
     and not entry.is_encoder_decoder and name[-4:] != "_gqa"
 )  # fmt: skip
 # Of these, a family of each kind of attention; tests of more than a second leave the others to `scripts/test --all`.

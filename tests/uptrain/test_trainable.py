@@ -70,18 +70,18 @@ def test_every_family_names_its_parts(tmp_path, family):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = tiny.build(family)
-    entry = FAMILIES[family]
-    layer = [name.split(f"{entry.layers}.0.", 1) for name, _ in model.named_parameters()]
+    names = FAMILIES[family].names
+    layer = [name.split(f"{names.layers}.0.", 1) for name, _ in model.named_parameters()]
     modules = {parts[1].split(".")[0] for parts in layer if len(parts) == 2}
-    names = {"input_layernorm", "attention_layernorm", "norm_1", "ln_attn"} & modules
-    assert names == ({entry.attention_norm} if entry.attention_norm else set())
+    norms = {"input_layernorm", "attention_layernorm", "norm_1", "ln_attn"} & modules
+    assert norms == ({names.attention_norm} if names.attention_norm else set())
     choose_trainable(model, "attention", tmp_path)
-    of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{entry.layers}.0." in n}
-    assert {n.split(f"{entry.layers}.0.", 1)[1].split(".")[0] for n in of_layer} == {*entry.attention, *names}
-    if entry.fused is None:
+    of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{names.layers}.0." in n}
+    assert {n.split(f"{names.layers}.0.", 1)[1].split(".")[0] for n in of_layer} == {*names.attention, *norms}
+    if names.fused is None:
         choose_trainable(model, "kv", tmp_path)
-        of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{entry.layers}.0." in n}
-        assert {n.split(".")[-2] for n in of_layer} == {entry.key, entry.value}
+        of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{names.layers}.0." in n}
+        assert {n.split(".")[-2] for n in of_layer} == {names.key, names.value}
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

@@ -44,16 +44,17 @@ def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
         raise InputError(
             f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."
         )
+    names = family.names
     if part == "attention":
-        modules = [*family.attention, *filter(None, [family.attention_norm])]
-    elif family.fused is None:
-        modules = [f"{module}.{name}" for module in family.attention for name in (family.key, family.value)]
+        modules = [*names.attention, *filter(None, [names.attention_norm])]
+    elif names.fused is None:
+        modules = [f"{module}.{name}" for module in names.attention for name in (names.key, names.value)]
     else:
         raise InputError(
             f"--trainable kv: model_type {model_type!r} holds queries, keys and values in one tensor "
-            f"({family.fused}); use --trainable attention."
+            f"({names.fused}); use --trainable attention."
         )
-    return _of_layers(family.layers, modules)
+    return _of_layers(names.layers, modules)
 
 
 def _of_layers(layers: str, modules: Iterable[str]) -> re.Pattern[str]:
