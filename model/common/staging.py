@@ -164,9 +164,8 @@ class Staging:
             return
         kept = (path for pattern in finished_files for path in self.scratch.rglob(pattern))
         if begun_with is not None and (finished or any(kept)):
-            other = [f"another {name}" for name in digests if begun_with.get(name) != digests[name]]
             raise CheckpointError(
-                f"{self.root} holds the finished work of a command with {', '.join(other) or 'more options'}; give the "
+                f"{self.root} holds the finished work of a command with {_difference(begun_with, digests)}; give the "
                 "same to continue it, or remove that folder to begin anew."
             )
         for left in (self.folder, self.scratch):
@@ -268,6 +267,12 @@ def _remove(folder: Path) -> None:
             shutil.rmtree(folder)
     except OSError as error:
         console.warn(f"{folder} could not be removed ({error}); it is no longer needed.")
+
+
+def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return what an earlier command had and this one has not, such as "another --seed, a --teacher"."""
+    words = [f"{'another' if name in now else 'a'} {name}" for name in before if before[name] != now.get(name)]
+    return ", ".join(words + [f"no {name}" for name in now if name not in before])
 
 
 def _read_journal(path: Path) -> tuple[dict[str, str] | None, dict[str, Any], int]:

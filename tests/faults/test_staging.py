@@ -115,7 +115,8 @@ def test_finished_work_of_other_inputs_is_kept(tmp_path):
     for inputs, names in (
         ({"--seed": 1, "SOURCE": "a"}, "another --seed;"),
         ({"--seed": 1, "SOURCE": "b"}, "another --seed, another SOURCE;"),
-        ({"--seed": 2}, "more options;"),
+        ({"--seed": 2}, "a SOURCE;"),
+        ({"--seed": 1, "SOURCE": "a", "--to": 5}, "another --seed, no --to;"),
     ):
         words = f"{root} holds the finished work of a command with {names} give the same"
         with Staging(tmp_path / "out") as staging, pytest.raises(CheckpointError, match=words):
