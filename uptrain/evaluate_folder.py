@@ -14,7 +14,7 @@ from model.common.errors import InputError, prefix_path
 from model.common.launcher import is_local_main_process, several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
-from uptrain.data.default_sizes import context_warning, default_micro_batch
+from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
@@ -34,6 +34,7 @@ from uptrain.runs.checks import (
 )
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
+from uptrain.training.logits import micro_batch_without_gradients
 from uptrain.training.loss_module import LossModule
 from uptrain.training.losses import WITHOUT_TEACHER
 
@@ -87,7 +88,10 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)
     models = _load_models(options, cache, precision, accelerator)
     loss_module = accelerator.prepare_model(models, evaluation_mode=True)
-    size = options.micro_batch or default_micro_batch(cache.seq_len)
+    size = options.micro_batch or min(
+        micro_batch_without_gradients(models.student, cache.seq_len),
+        micro_batch_without_gradients(models.teacher or models.student, cache.seq_len),
+    )
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with fast_float32_matmul(accelerator.device.type), progress as advance:
         result = evaluate(loss_module, cache, size, accelerator, options.teacher is not None, advance=advance)

@@ -25,10 +25,8 @@ from model.common.launcher import world_size
 from model.common.staging import Staging, check_out
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
-from model.decoder.transformers_model import TransformersModel
 from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
-from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.prepare.journal import open_machine_shards, open_staging, staging_out
 from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.teacher_logits import (
@@ -48,10 +46,7 @@ from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.load import build_meta, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
-from uptrain.training.logits import chunk_logits, tokens_per_chunk
-
-WHOLE_LOGITS = 1 << 28
-"""Most logits of a batch of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
+from uptrain.training.logits import chunk_logits, micro_batch_without_gradients, tokens_per_chunk
 
 
 @dataclass(frozen=True)
@@ -254,7 +249,7 @@ def _write_shards(
     teacher = load_teacher(folder, precision).to(device)
     if precision == "bf16":
         use_float32_states(teacher)
-    micro_batch = _micro_batch(teacher, cache.seq_len)
+    micro_batch = micro_batch_without_gradients(teacher, cache.seq_len)
     in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:
         for number, windows in missing:
@@ -277,16 +272,6 @@ def _write_shards(
                 sums.append(hashlib.sha256(content).hexdigest())
             shard = LogitsShard(*names, len(windows), sums[0], sums[1], sums[2], precision)
             staging.record_file(_name(number), vars(shard))
-
-
-def _micro_batch(teacher: LanguageModel, seq_len: int) -> int:
-    """Return the windows of a batch: fewer for transformers' classes with large vocabularies, which compute its logits
-    at once.
-    """  # fmt: skip
-    n = default_micro_batch(seq_len)
-    if isinstance(teacher, TransformersModel):
-        return min(n, max(1, WHOLE_LOGITS // (seq_len * len(teacher.head_weight))))
-    return n
 
 
 def _top_k_of_windows(

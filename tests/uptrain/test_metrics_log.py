@@ -111,6 +111,14 @@ def test_a_loss_that_rose(records, words):
     assert (words or "") in (warning or "")
 
 
+def test_a_stored_teacher_is_judged_by_the_training_loss():
+    """The divergence on held-out text is not measured, so a held-out loss that rose is no proof."""
+    fell = held_out(2.0, 4.0) + losses(*[3.0] * 4, *[1.0] * 4)
+    assert rise_warning(fell, 1e-3, has_stored_teacher=True) is None
+    rose = held_out(2.0, 1.0) + losses(*[3.0] * 4, *[9.0] * 4)
+    assert "training loss rose from 3.0000 to 9.0000" in rise_warning(rose, 1e-3, has_stored_teacher=True)
+
+
 def test_metrics_that_are_removed_meanwhile(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.path.touch()

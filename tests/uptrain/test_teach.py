@@ -26,7 +26,6 @@ from real_runs import (
 )
 from tiny_tokenizers import make_tokenizer
 
-from uptrain import teach as teach_module
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
@@ -72,7 +71,8 @@ def test_with_all_tokens_the_run_is_that_of_the_live_teacher(inputs, teach, tmp_
 def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tmp_path, monkeypatch):
     """Whole batches of large vocabularies would take many gigabytes. The logits are the same but for rounding."""
     parent = tiny.save(tiny.build("phi", vocab_size=VOCAB), tmp_path / "phi")
-    cache, values, n_windows, real = TokenCache.open(inputs["data"]), [], [], logits_module.whole_logits
+    cache, values, losses, n_windows = TokenCache.open(inputs["data"]), [], [], []
+    real = logits_module.whole_logits
 
     def counted(model, batch):
         n_windows.append(len(batch.ids_BT))
@@ -80,7 +80,7 @@ def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tm
 
     monkeypatch.setattr(logits_module, "whole_logits", counted)
     for limit, most in ((1 << 28, cache.n_windows), (2 * 32 * VOCAB, 2), (1, 1)):
-        monkeypatch.setattr(teach_module, "WHOLE_LOGITS", limit)
+        monkeypatch.setattr(logits_module, "_WHOLE_LOGITS", limit)
         n_windows.clear()
         out = tmp_path / f"{limit}"
         uptrain(*teach_arguments({**inputs, "parent": parent}, out, "--top-k", VOCAB)).succeeded()
@@ -88,8 +88,13 @@ def test_a_class_of_transformers_computes_few_logits_at_once(uptrain, inputs, tm
         logits, ids = teacher_logits.TeacherLogits.open(out, cache).read(np.arange(cache.n_windows))
         order = ids.argsort(axis=-1)  # rounding may change the order of the top
         values.append(np.take_along_axis(logits[..., :-1], order, axis=-1))
+        n_windows.clear()
+        evaluated = uptrain("evaluate", parent, "--data", inputs["data"], "--json").succeeded()
+        losses.append(json.loads(evaluated.out)["loss"])
+        assert (max(n_windows), sum(n_windows)) == (most, cache.n_windows)
     for each in values[1:]:
         np.testing.assert_allclose(each, values[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
 def test_shards_in_bfloat16_do_not_round_the_logits(inputs, teach, tmp_path):

@@ -31,7 +31,7 @@ from uptrain.runs.settings import PRECISIONS
     "--micro-batch",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Windows to compute at a time.  [default: as many as make 8192 tokens]",
+    help="Windows to compute at a time.  [default: as many as make 8192 tokens, or fewer for large vocabularies]",
 )
 @device_option("evaluate on")
 @json_option()

@@ -55,7 +55,7 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
         with interruptible(), progress_bar as progress:  # a signal removes what is unfinished
             record = export(run, checkpoint, out, dtype, progress)
     records = [each for each in read_metrics(run / METRICS) if each["step"] <= record["step"]]
-    if warning := rise_warning(records, settings.lr):
+    if warning := rise_warning(records, settings.lr, bool(settings.teacher_logits)):
         console.warn(warning)
     if as_json:
         console.print_json(record)

@@ -45,7 +45,7 @@ class History:
             recovered = recovered_fraction(evaluations[0], evaluation) if starts_converted else None
             evaluation["merge_cost"] = merge_cost(evaluations[0]) if starts_converted else None
             evaluation["recovered_fraction"] = recovered
-        warning = rise_warning(records, run.settings.lr)
+        warning = rise_warning(records, run.settings.lr, bool(run.settings.teacher_logits))
         return cls(folder, run, state, steps, evaluations, [r for r in records if "event" in r], warning)
 
     @property

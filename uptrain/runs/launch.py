@@ -171,7 +171,8 @@ def _end(out: Path, status: str) -> None:
             echo(f"{out} is finished already, and has not changed. {longer if is_extendable else ''}{export}")
         elif status == "finished":
             with suppress(InputError):  # a damaged line of metrics is no failure of the run
-                if warning := rise_warning(read_metrics(out / METRICS), Run.read(out).settings.lr):
+                settings = Run.read(out).settings
+                if warning := rise_warning(read_metrics(out / METRICS), settings.lr, bool(settings.teacher_logits)):
                     warn(warning)
             echo(f"Finished {out}. {export}")
         else:

@@ -12,9 +12,12 @@ from model.decoder.loading import LanguageModel
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
+from uptrain.data.default_sizes import default_micro_batch
 
 _CHUNK_LOGITS = 1 << 22
 """Logits of a chunk, where they are computed without gradients."""
+_WHOLE_LOGITS = 1 << 28
+"""Most logits of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
 
 
 class WholeLogits:
@@ -42,6 +45,17 @@ def chunk_logits(
 def tokens_per_chunk(model: LanguageModel) -> int:
     """Return how many tokens a chunk has where its logits are computed without gradients, at least 1."""
     return max(1, _CHUNK_LOGITS // len(model.head_weight))
+
+
+def micro_batch_without_gradients(model: LanguageModel, seq_len: int) -> int:
+    """Return the default number of windows in a micro-batch without gradients.
+
+    It is smaller for transformers' classes with large vocabularies, which compute all its logits at once.
+    """
+    n = default_micro_batch(seq_len)
+    if isinstance(model, TransformersModel):
+        return min(n, max(1, _WHOLE_LOGITS // (seq_len * len(model.head_weight))))
+    return n
 
 
 def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:

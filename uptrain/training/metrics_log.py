@@ -107,22 +107,22 @@ def read_metrics(path: Path) -> list[Record]:
     return [_parse(path, number, line) for number, line in enumerate(_complete_lines(path), start=1)]
 
 
-def rise_warning(records: list[Record], peak_lr: float) -> str | None:
+def rise_warning(records: list[Record], peak_lr: float, has_stored_teacher: bool = False) -> str | None:
     """Return a warning if the loss rose from the beginning of a run to its end.
 
     That is the held-out loss, which rose if the difference is above MEASURABLE. It is no fault where the divergence
     from the teacher fell: a student with a lower loss than its teacher then comes to predict as that does. Without
-    evaluations, it is the training loss: the mean of the last n losses, a tenth of all (RISE_STEPS at least), against
-    the first, which is the loss before any update. Windows differ, so it also has to exceed every one of the first n,
-    or the first by RISE_SIGMA standard deviations of such a difference, which are σ √(1 + 1/n) with σ that of single
-    losses.
+    evaluations, and with stored logits of a teacher, whose divergence is not measured there, it is the training loss:
+    the mean of the last n losses, a tenth of all (RISE_STEPS at least), against the first, which is the loss before any
+    update. Windows differ, so it also has to exceed every one of the first n, or the first by RISE_SIGMA standard
+    deviations of such a difference, which are σ √(1 + 1/n) with σ that of single losses.
     """
     evaluations = [record["evaluation"] for record in records if "evaluation" in record]
     losses = [evaluation["loss"] for evaluation in evaluations]
     divergences = [evaluation.get("kl") for evaluation in evaluations]
     if divergences and None not in divergences and divergences[-1] < divergences[0]:
         return None
-    if losses:
+    if losses and not has_stored_teacher:
         what, first, last = "held-out", losses[0], losses[-1]
         limit = first
     else:
