@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from model.common import console
 from model.common.errors import InputError, prefix_path
-from model.common.launcher import is_local_main_process, several_machines
+from model.common.launcher_variables import is_local_main_process, several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
 from uptrain.data.default_sizes import context_warning

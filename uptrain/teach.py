@@ -21,7 +21,7 @@ from model.common import console
 from model.common.console import size
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
-from model.common.launcher import world_size
+from model.common.launcher_variables import world_size
 from model.common.staging import Staging, check_out
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel

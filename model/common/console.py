@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
-from model.common.launcher import has_launcher, is_local_main_process
+from model.common.launcher_variables import has_launcher, is_local_main_process
 from model.common.printable import one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2

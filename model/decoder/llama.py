@@ -1,7 +1,7 @@
 """Define the Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
 Modules have Hugging Face's names, so that the state dict has the tensor names of a checkpoint. Letters of tensor names:
-B batch, T tokens, M hidden_size, H query heads, G K/V heads (groups), D head_dim, V vocabulary.
+B batch, T tokens, M hidden_size, H query heads, K K/V heads, D head_dim, V vocabulary.
 """
 
 import torch

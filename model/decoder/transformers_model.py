@@ -89,7 +89,7 @@ class TransformersModel(nn.Module):
                 f"model_type {config.model_type!r} cannot be trained or evaluated here: a mask does not separate the "
                 f"documents of a window in its layers of the kind {' and '.join(others)}."
             )
-        window = _sliding_window(config)
+        window = _window_in_class(config)
         if window is not None and seq_len > window and config.model_type not in FAMILIES:
             raise CheckpointError(
                 f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} tokens "
@@ -125,7 +125,7 @@ class TransformersModel(nn.Module):
     def _masks(self, documents_BT: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the mask of all layers, or those of both kinds of layers, as classes with `layer_types` take them."""
         config: Any = self.theirs.config
-        window = _sliding_window(config)
+        window = _window_in_class(config)
         if window is None or documents_BT.shape[1] <= window:
             return self._mask(documents_BT, None)
         if FULL not in _kinds(config):
@@ -166,8 +166,8 @@ def _kinds(config: Any) -> set[str]:
     return {*(_known(config, "layer_types") or ())}
 
 
-def _sliding_window(config: Any) -> int | None:
-    """Return how many tokens the layers with a sliding window see; None if no layer has one."""
+def _window_in_class(config: Any) -> int | None:
+    """Return how many tokens layers with a sliding window see, by a class's config; None if no layer has one."""
     kinds, window = _kinds(config), _known(config, "sliding_window")
     if kinds and SLIDING not in kinds:
         return None

@@ -1,7 +1,7 @@
-"""Define the families that differ from Llama only in names, sizes and norms, one entry each.
+"""Define the families that an entry of a few lines describes, by what differs from Llama.
 
-Tensor names that an entry does not give are the defaults of `TensorNames`, Llama's. A family with another layout has
-its own file.
+The defaults of `Family`, `TensorNames` and `PositionEncoding` are Llama's. A family with code, a switch or
+config keys of its own has its own file.
 """
 
 from model.families.family import Family, HeadNorms, PositionEncoding, TensorNames

@@ -60,7 +60,7 @@ class Piece:
 
 
 class Reader(Protocol):
-    """Interface of each module in this folder."""
+    """Interface of a module that reads one kind of file: `arrow`, `jsonl`, `parquet` and `txt`."""
 
     SUFFIXES: tuple[str, ...]
 

@@ -216,7 +216,7 @@ def test_only_the_restricted_unpickler_imports_pickle():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import) and any(alias.name in ("pickle", "marshal", "shelve") for alias in node.names)
     ]
-    assert importing == ["model/checkpoint/formats/dcp/metadata.py", "model/checkpoint/torch_file.py"]
+    assert importing == ["model/checkpoint/formats/dcp/metadata.py", "model/checkpoint/formats/torch_file.py"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from convert.merging.methods import find_head_method
 from model.checkpoint import open_checkpoint
-from model.checkpoint.rope_order import half_split_rows
+from model.checkpoint.formats.rope_order import half_split_rows
 
 # Sizes that 8 files can be cut from.
 SHAPE = {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 64}

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly
+from model.checkpoint.formats.tensor_blocks import TensorBlock, fill_exactly
 
 
 def painted(blocks, shape):

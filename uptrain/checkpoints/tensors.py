@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from model.checkpoint.formats.dcp.metadata import METADATA, Place, read_metadata
+from model.checkpoint.formats.dcp.metadata import METADATA, FileRange, read_metadata
 from model.common.errors import InputError
 from model.common.read_files import check_regular
 from uptrain.checkpoints.files import TENSORS, State
@@ -129,7 +129,7 @@ class _Reader(FileSystemReader):
         return Metadata(entries, storage_data=places)
 
 
-def _storage_info(place: Place) -> _StorageInfo:
+def _storage_info(place: FileRange) -> _StorageInfo:
     return _StorageInfo(place.file, place.offset, place.length)
 
 

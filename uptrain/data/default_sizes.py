@@ -39,12 +39,12 @@ def default_seq_len(config: Mapping[str, Any]) -> int:
     context = read_context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    sees = None if str(config.get("model_type")) in FAMILIES else _sliding_window(config)
+    sees = None if str(config.get("model_type")) in FAMILIES else _window_in_json(config)
     return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens layers with a sliding window see; None if no layer has one."""
+def _window_in_json(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens layers with a sliding window see, by config.json alone; None if no layer has one."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     slides = config.get("use_sliding_window", True) and (not isinstance(kinds, list) or "sliding_attention" in kinds)
     if window is None or not slides:

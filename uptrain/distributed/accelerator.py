@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.launcher import local_rank, local_world_size, world_size
+from model.common.launcher_variables import local_rank, local_world_size, world_size
 from model.decoder.devices import find_device
 from uptrain.distributed.collectives import gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model.common.errors import InputError, RunError
-from model.common.launcher import is_main_process, several_machines
+from model.common.launcher_variables import is_main_process, several_machines
 from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 

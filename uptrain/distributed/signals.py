@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from model.common.launcher import is_local_main_process
+from model.common.launcher_variables import is_local_main_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """SIGHUP is sent when the terminal is closed; a process that `nohup` started ignores it."""

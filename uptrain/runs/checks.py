@@ -9,7 +9,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.console import echo_line, size, warn
 from model.common.errors import InputError, prefix_path
-from model.common.launcher import is_local_main_process
+from model.common.launcher_variables import is_local_main_process
 from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.completeness import check_head
 from model.decoder.loading import LanguageModel

@@ -9,7 +9,7 @@ import torch
 
 from model.common.console import size
 from model.common.errors import InputError, RankError
-from model.common.launcher import is_local_main_process, local_world_size
+from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
 from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions

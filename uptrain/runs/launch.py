@@ -15,7 +15,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from model.common.file_names import METRICS, RUN_JSON
-from model.common.launcher import is_local_main_process, world_size
+from model.common.launcher_variables import is_local_main_process, world_size
 from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
 from model.decoder.config import is_native
 from model.language_model import read_language_config

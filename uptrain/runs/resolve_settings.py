@@ -8,7 +8,7 @@ from model.common.command_options import AUTO_DEVICE
 from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
-from model.common.launcher import is_local_main_process, world_size
+from model.common.launcher_variables import is_local_main_process, world_size
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
 from uptrain.budget.conversion_record import merge_method, source_names

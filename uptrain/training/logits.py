@@ -3,7 +3,7 @@
 transformers models may scale, cap or bias their logits, so their own forward pass computes them, for all tokens at
 once.
 
-Letters: N tokens, C tokens of a chunk, V vocabulary, M hidden size.
+Letters: B windows, T tokens of each, N tokens of all, V vocabulary, M hidden size.
 """
 
 from torch import Tensor

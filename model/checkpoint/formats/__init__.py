@@ -1,1 +1,1 @@
-"""Readers of checkpoint formats, one module or folder each; `model.checkpoint.READERS` lists them."""
+"""Readers of checkpoint formats, one module or folder each. `model.checkpoint.READERS` lists them."""

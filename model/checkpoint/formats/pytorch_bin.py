@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from model.checkpoint import hf_folder
+from model.checkpoint.formats.torch_file import TORCH_BYTES, read_tensors
 from model.checkpoint.interface import Checkpoint
 from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_head
-from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 
 
 class BinFolder(Checkpoint):

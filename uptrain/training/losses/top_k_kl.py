@@ -4,7 +4,7 @@
 which all other tokens are lumped. It is at most the full divergence (by the log-sum inequality), and equal to it if k
 is the vocabulary. The gradient leaves the proportions of the rest as the student has them.
 
-Letters: N tokens, C tokens of a chunk, K = k, V vocabulary, M hidden size.
+Letters: N tokens, C tokens of a chunk, K = k, L = K + 1, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.pickles import check_pickle
-from model.checkpoint.torch_file import DTYPES
+from model.checkpoint.formats.pickles import check_pickle
+from model.checkpoint.formats.torch_file import DTYPES
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
@@ -24,7 +24,7 @@ METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """A range of bytes in a file that `torch.save` wrote."""
 
     file: str
@@ -38,7 +38,7 @@ class Chunk:
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Contents:
     """The content of a checkpoint, by name."""
 
     tensors: dict[str, Entry]
-    non_tensors: dict[str, Place]
+    non_tensors: dict[str, FileRange]
     """Entries that are not tensors, such as the numbers of an optimizer's parameter groups."""
 
 
@@ -171,7 +171,7 @@ def _entry(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...] | None
     return Entry(dtype, tuple(entry.size), tuple(chunks))
 
 
-def _place(name: str, info: Any) -> Place:
+def _place(name: str, info: Any) -> FileRange:
     file, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if transforms:
         words = ", ".join(word for word in transforms if isinstance(word, str))
@@ -183,7 +183,7 @@ def _place(name: str, info: Any) -> Place:
             f"it names the file {checks.short_repr(file)}, which is not a plain file name inside the folder; refused."
         )
     _check_numbers(info.offset, info.length)
-    return Place(file, info.offset, info.length)
+    return FileRange(file, info.offset, info.length)
 
 
 def _check_numbers(*numbers: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.expected_shapes import Shape
+from model.checkpoint.formats.expected_shapes import Shape
 from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, INTERLEAVED, LAYER, TOP
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint import hf_folder, rope_order
+from model.checkpoint import hf_folder
+from model.checkpoint.formats import rope_order
 from model.checkpoint.formats.dcp.config_source import find_config_source
 from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_framework
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
+from model.checkpoint.formats.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
+from model.checkpoint.formats.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.checkpoint.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.tied import without_tied_head
-from model.checkpoint.torch_file import DTYPES, TORCH_BYTES, read_piece
 from model.common.errors import CheckpointError
 from model.common.files import allow_open_files
 

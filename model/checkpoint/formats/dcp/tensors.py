@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.dcp.metadata import Entry
 from model.checkpoint.formats.dcp.names import TRAINING_STATE, FrameworkNames, layer_norms
+from model.checkpoint.formats.expected_shapes import Shape, expected_shapes
+from model.checkpoint.formats.torch_file import DTYPES, check_name
 from model.checkpoint.tied import HEAD
-from model.checkpoint.torch_file import DTYPES, check_name
 from model.common.checks import config_size
 from model.common.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from model.checkpoint import rope_order
+from model.checkpoint.formats import rope_order
 from model.checkpoint.formats.gguf.config import ROPE_FACTORS, ArchitectureKeys, build_config, generation_config
 from model.checkpoint.formats.gguf.header import StoredTensor, read_header
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.expected_shapes import expected_shapes
+from model.checkpoint.formats.expected_shapes import expected_shapes
 from model.checkpoint.formats.meta_llama.params import PARAMS, Params
+from model.checkpoint.formats.tensor_blocks import TensorBlock, concatenation, extent
+from model.checkpoint.formats.torch_file import PickledTensor
 from model.checkpoint.tensor import Array, Span
-from model.checkpoint.tensor_blocks import TensorBlock, concatenation, extent
-from model.checkpoint.torch_file import Stored
 from model.common.errors import CheckpointError
 
 # Meta's name → Hugging Face's, and the axis along which the parts are concatenated; None: every file holds all of it.
@@ -58,14 +58,14 @@ class AssembledTensor:
 class ParallelLayout:
     """The files' tensors and their division. Raises CheckpointError if they and `params.json` disagree."""
 
-    def __init__(self, files: Sequence[Path], parts: Sequence[Mapping[str, Stored]], params: Params) -> None:
+    def __init__(self, files: Sequence[Path], parts: Sequence[Mapping[str, PickledTensor]], params: Params) -> None:
         self._files, self._parts, self._params = files, parts, params
         self._folder = files[0].parent
         for file, part in zip(files[1:], parts[1:], strict=True):
             self._refuse_other_tensors(file, part)
         self._refuse_missing_files()
 
-    def _refuse_other_tensors(self, file: Path, part: Mapping[str, Stored]) -> None:
+    def _refuse_other_tensors(self, file: Path, part: Mapping[str, PickledTensor]) -> None:
         """Raise CheckpointError unless a file has the same tensors as the first one, and equal vectors."""
         first, both = self._parts[0], f"{self._files[0]} and {file.name}"
         for name in sorted(first.keys() ^ part.keys()):
@@ -85,7 +85,7 @@ class ParallelLayout:
                 "files are of several models, or some are missing."
             )
 
-    def _matrix(self, name: str) -> Stored:
+    def _matrix(self, name: str) -> PickledTensor:
         """Return the first file's part of a matrix that every Llama has."""
         stored = self._parts[0].get(name)
         if stored is None or len(stored.shape) != 2:
@@ -112,7 +112,7 @@ class ParallelLayout:
                 )
         return {name: tensors[name] for name in expected}
 
-    def _assemble(self, name: str, stored: Stored) -> dict[str, AssembledTensor]:
+    def _assemble(self, name: str, stored: PickledTensor) -> dict[str, AssembledTensor]:
         """Return the tensor, by its Hugging Face name, that one of Meta's names stands for; three if it is fused."""
         match = NAME.fullmatch(name)
         layer, part = match.group("layer", "part") if match else (None, "")
@@ -131,7 +131,7 @@ class ParallelLayout:
             f"{self._files[0]} holds the tensor {name} of shape {stored.shape}, which no Llama has; refused."
         )
 
-    def _top_axis(self, part: str, stored: Stored) -> int | None:
+    def _top_axis(self, part: str, stored: PickledTensor) -> int | None:
         """Return the axis along which a tensor outside the layers is divided.
 
         Llama 1 and 2 divide the embedding by columns, Llama 3 by rows.
@@ -140,7 +140,7 @@ class ParallelLayout:
             return None
         return int(part == "tok_embeddings" and stored.shape[1] != self._params.dim)
 
-    def _fused_rows(self, name: str, stored: Stored) -> tuple[slice, slice, slice]:
+    def _fused_rows(self, name: str, stored: PickledTensor) -> tuple[slice, slice, slice]:
         """Return the rows of Q, K and V in each file's part of a fused matrix, which holds all of Q, then K, then V."""
         n_q = self._params.dim // len(self._parts)
         n_kv, odd = divmod(stored.shape[0] - n_q, 2)
@@ -150,14 +150,18 @@ class ParallelLayout:
             )
         return slice(0, n_q), slice(n_q, n_q + n_kv), slice(n_q + n_kv, None)
 
-    def _in_layer(self, layer: str, part: str, stored: Stored, arrays: Sequence[Array]) -> dict[str, AssembledTensor]:
+    def _in_layer(
+        self, layer: str, part: str, stored: PickledTensor, arrays: Sequence[Array]
+    ) -> dict[str, AssembledTensor]:
         hf_part, axis = LAYER[part]
         name = f"model.layers.{layer}.{hf_part}.weight"
         if part in ("attention.wk", "attention.wv"):
             return {name: self._assemble_kv(name, stored, arrays, part in INTERLEAVED)}
         return {name: self._concatenated(stored, arrays, axis, part in INTERLEAVED)}
 
-    def _assemble_kv(self, name: str, stored: Stored, arrays: Sequence[Array], is_interleaved: bool) -> AssembledTensor:
+    def _assemble_kv(
+        self, name: str, stored: PickledTensor, arrays: Sequence[Array], is_interleaved: bool
+    ) -> AssembledTensor:
         """Assemble K or V. If there are more files than heads, consecutive files hold copies of the same head."""
         head_dim, n_kv_heads = self._params.head_dim, self._params.n_kv_heads
         n_copies, rest = divmod(len(arrays) * len(arrays[0]), n_kv_heads * head_dim)
@@ -171,7 +175,7 @@ class ParallelLayout:
         return AssembledTensor(one.dtype, one.blocks, copies, is_interleaved, None if copies else one.span)
 
     def _concatenated(
-        self, stored: Stored, arrays: Sequence[Array], axis: int | None, is_interleaved: bool = False
+        self, stored: PickledTensor, arrays: Sequence[Array], axis: int | None, is_interleaved: bool = False
     ) -> AssembledTensor:
         if axis is None or len(arrays) == 1:
             span = stored.span if arrays[0].shape == stored.shape and not is_interleaved else None

@@ -3,7 +3,6 @@
 Source: `ModelArgs` in Meta's llama and llama-models repositories, and the files of the released models.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from model.checkpoint.llama_config import llama3_scaling
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import read_json
 
 PARAMS = "params.json"
 
@@ -123,11 +122,7 @@ class Params:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has consolidated.*.pth but no {PARAMS}, which describes the model.")
-    content = read_bytes_up_to(path, CONFIG_BYTES)
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    values = read_json(path)
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
     return values

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import rope_order
+from model.checkpoint.formats import rope_order
 from model.checkpoint.formats.meta_llama.model_parallel import ParallelLayout
 from model.checkpoint.formats.meta_llama.params import PARAMS, Params
+from model.checkpoint.formats.tensor_blocks import whole_rows
+from model.checkpoint.formats.torch_file import TORCH_BYTES, read_tensors
 from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_entries
 from model.checkpoint.shard_index import refuse_dangling
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.checkpoint.tensor_blocks import whole_rows
-from model.checkpoint.torch_file import TORCH_BYTES, read_tensors
 from model.common.errors import CheckpointError
 from model.common.read_files import leads_outside
 from model.common.tokenizer import is_tiktoken

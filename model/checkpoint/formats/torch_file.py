@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401  registers bfloat16 and the 8-bit floats with numpy
 import numpy as np
 
+from model.checkpoint.formats.pickles import check_pickle
 from model.checkpoint.hf_folder import refuse_lfs_pointer
-from model.checkpoint.pickles import check_pickle
 from model.checkpoint.tensor import Array, Span, numpy_dtype
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -54,7 +54,7 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
 
 
 @dataclass(frozen=True)
-class Stored:
+class PickledTensor:
     """A tensor in a file."""
 
     dtype: str
@@ -68,7 +68,7 @@ class Stored:
         return self.array.shape
 
 
-def read_tensors(path: Path) -> dict[str, Stored]:
+def read_tensors(path: Path) -> dict[str, PickledTensor]:
     """Return the tensors of a file that holds a `dict` of tensors by name.
 
     Raises CheckpointError if the file holds anything else or is damaged, or if torch is not installed.
@@ -85,7 +85,7 @@ def read_tensors(path: Path) -> dict[str, Stored]:
     return {name: _view(path, tensor, data, storages[name]) for name, tensor in tensors.items()}
 
 
-def read_piece(path: Path, data: Array, offset: int, length: int) -> Stored:
+def read_piece(path: Path, data: Array, offset: int, length: int) -> PickledTensor:
     """Return the single tensor that `torch.save` wrote into `length` bytes of a mapped file.
 
     Raises CheckpointError if the bytes hold anything else.
@@ -279,16 +279,16 @@ def _storage_offsets(
     return offset_of
 
 
-def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> Stored:
+def _view(path: Path, tensor: "torch.Tensor", data: Array, storage: int) -> PickledTensor:
     """Return a view of the tensor whose storage begins at byte `storage` of a mapped file."""
     dtype = DTYPES[dtype_name(tensor)]
     kind = numpy_dtype(dtype)
     if not tensor.numel():
-        return Stored(dtype, np.empty(tensor.shape, kind), Span(path, 0, 0))
+        return PickledTensor(dtype, np.empty(tensor.shape, kind), Span(path, 0, 0))
     start = storage + int(tensor.storage_offset()) * kind.itemsize
     strides = tuple(n * kind.itemsize for n in tensor.stride())
     try:
         array: Array = np.ndarray(tuple(tensor.shape), kind, data, start, strides)
     except ValueError as error:  # numpy raises it for a view beyond its buffer
         raise damaged(path, error) from error
-    return Stored(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)
+    return PickledTensor(dtype, array, Span(path, start, array.nbytes) if array.flags.c_contiguous else None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.common import launcher
+from model.common import launcher_variables
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
 
@@ -25,7 +25,11 @@ def no_variables(monkeypatch):
 def test_the_number_of_a_process(monkeypatch, variables, rank, is_first, has_launcher):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (launcher.local_rank(), launcher.is_local_main_process(), launcher.has_launcher()) == (
+    assert (
+        launcher_variables.local_rank(),
+        launcher_variables.is_local_main_process(),
+        launcher_variables.has_launcher(),
+    ) == (
         rank,
         is_first,
         has_launcher,
