@@ -9,6 +9,7 @@ from rich.table import Table
 from model.checkpoint.tensor import layer_number
 from model.common.console import console, duration, print_key_values, size
 from model.common.counts import counted
+from model.common.printable import one_line
 
 
 def print_plan(planned: dict[str, Any], done: bool = False) -> None:
@@ -29,7 +30,7 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
-            *([("not copied", ", ".join(planned["left_out"]))] if planned["left_out"] else []),
+            *([("not copied", ", ".join(map(one_line, planned["left_out"])))] if planned["left_out"] else []),
             *(("note", note) for note in planned["notes"]),
         ],
     )

@@ -5,6 +5,7 @@ more. Both scales run from 0 to 1, so that figures of two models are comparable.
 """
 
 import io
+import warnings
 
 import matplotlib
 import numpy as np
@@ -37,7 +38,9 @@ def draw_png(report: HeadReport, name: str) -> bytes:
         _draw_losses(figure.add_subfigure(sides[0]), report)
         _draw_worst(figure.add_subfigure(sides[1]), report.worst[0])
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a name in a script that it lacks
+            figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 

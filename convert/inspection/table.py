@@ -11,6 +11,7 @@ from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.summary import MLA, group_label
 from model.common.console import console, print_key_values, size
 from model.common.counts import counted
+from model.common.printable import one_line
 
 _MOST_SHOWN = 4
 
@@ -31,7 +32,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
                 if summary["repeats"]
                 else []
             ),
-            *([("not copied", ", ".join(summary["left_out"]))] if summary["left_out"] else []),
+            *([("not copied", ", ".join(map(one_line, summary["left_out"])))] if summary["left_out"] else []),
             *(("note", note) for note in summary["notes"]),
         ],
     )

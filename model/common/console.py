@@ -36,6 +36,8 @@ from model.common.printable import one_line, printable, printable_json
 FAILED, BAD_INPUT = 1, 2
 Advance = Callable[[float], None]
 """Moves a progress bar on, by an amount in its unit."""
+LONGEST_LINE = 4000
+"""Characters of a message. A name in an untrusted file may have millions."""
 NARROWEST = 20
 """Columns of the narrowest terminal that tables are fitted to."""
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib", "pyarrow")
@@ -178,8 +180,11 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_line(text: str) -> None:
-    """Print text on stderr as one line, even if names in it contain line breaks."""
-    _print(one_line(text), err=True)
+    """Print text on stderr as one line, even if names in it hold line breaks, without the middle of a very long one."""
+    line = one_line(text)
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
+    _print(line, err=True)
 
 
 def print_json(result: Any) -> None:

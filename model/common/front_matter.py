@@ -4,8 +4,8 @@ import re
 
 _FRONT_MATTER = re.compile(rb"(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 """huggingface_hub, too, finds it after empty lines and a byte order mark."""
-_EMPTY = re.compile(rb"(?:[ \t]*(?:#.*|\{\})?[ \t]*\r?\n)*")
-"""Comments and `{}`, as in the template of huggingface_hub."""
+_EMPTY = re.compile(rb"(?:[ \t]*+(?:#.*|\{\}[ \t]*+)?\r?\n)*+")
+"""Comments and `{}`, as in the template of huggingface_hub. (Possessive, so that the time is linear.)"""
 _KEY = rb"[^\s#\[\]{}-][^\n]*:(?:[ \t]|\r?$)"
 """The beginning of an entry at the top level: no comment, no item of a list, no end of brackets, not indented."""
 

@@ -3,10 +3,15 @@
 A name may contain escape sequences, which a terminal executes, or marks that reverse the direction of text.
 """
 
+import json
 import re
 
-# C0 and C1 controls without tab and newline, DEL, line separators, direction overrides, lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# C0 and C1 controls without tab and newline, DEL; marks and overrides of direction, line separators, invisible
+# operators and byte order marks; lone surrogates; tags. Joiners (U+200C, U+200D) stay: some scripts need them.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 _MARKDOWN = re.compile(r"[\\`*\[\]<>|~&]")
 
 
@@ -22,7 +27,7 @@ def one_line(text: str) -> str:
 
 def printable_json(text: str) -> str:
     """Return equivalent JSON with control characters in strings written as JSON escapes."""
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def markdown(text: str) -> str:

@@ -221,8 +221,9 @@ class Staging:
         sync_folder(self.out.parent)
         try:
             self.discard()
-        except OSError as error:  # OUT is complete nevertheless
-            console.warn(f"{self.root} could not be removed ({error}); it is no longer needed.")
+        except (OSError, KeyboardInterrupt) as error:  # OUT is complete nevertheless
+            reason = error if isinstance(error, OSError) else "interrupted"
+            console.warn(f"{self.root} could not be removed ({reason}); it is no longer needed.")
 
     def discard(self) -> None:
         """Remove the staging area. A folder that a killed run moved away and did not replace is restored first."""

@@ -183,6 +183,12 @@ def test_the_card_of_a_model_of_the_hub(convert, source, tmp_path):
         assert "# Its card\n---\nmodel-index: this stays\n" in card
 
 
+def test_front_matter_of_spaces_takes_no_time():
+    """A hostile card of 1 MB took hours."""
+    card = b"---\n" + b" " * 1_000_000 + b"x\n---\ntext\n"
+    assert of_derived_model(card, "owner/name")[1] == card
+
+
 @pytest.mark.parametrize(
     "entries",
     [

@@ -55,6 +55,15 @@ def test_metadata_that_are_code_do_not_run(uptrain, hostile, payload, command):
     sign(checkpoint)
     uptrain(*COMMANDS[command](run)).refused(".metadata", "no code was run")
     assert not payload.path.exists()
+    assert not run.with_name("longer").exists()
+
+
+def test_steps_of_more_windows_than_can_be_counted(uptrain, hostile):
+    run, _ = hostile
+    content = json.loads((run / "run.json").read_text())
+    content["settings"]["global_batch"] = 1 << 60
+    (run / "run.json").write_text(json.dumps(content))
+    uptrain("resume", run).refused("run.json is damaged", "steps x global_batch")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -179,6 +179,17 @@ def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path
     assert inputs[0] == inputs[1]
 
 
+def test_an_interrupt_once_out_is_in_place_changes_nothing(convert, source, tmp_path, monkeypatch):
+    def interrupt(staging):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", interrupt)
+        result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
+    assert "could not be removed (interrupted); it is no longer needed." in result.err
+    convert("verify", source, tmp_path / "out").succeeded()
+
+
 def test_leftovers_that_cannot_be_removed_are_not_taken_for_new_work(convert, source, tmp_path, monkeypatch):
     """The layers of one method would be published under the name of another."""
     scratch = tmp_path / ".out.groupwise/scratch"

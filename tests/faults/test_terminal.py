@@ -18,12 +18,15 @@ from model.common.printable import markdown, markdown_code, printable, printable
 ROOT = Path(__file__).parents[2]
 EVIL = "a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
 SPELT = r"a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
-RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+RAW = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0041]"
+)
 
 
 def test_what_is_printable():
     assert printable(EVIL) == SPELT
     assert printable("tab\tand\nnewline, é 日本 🙂") == "tab\tand\nnewline, é 日本 🙂"
+    assert printable("ن\u200cم \u200f\u061c\U000e0041") == "ن\u200cم " + r"\u200f\u061c\U000e0041"
     assert printable("\r\ud800\u2028") == r"\x0d\ud800\u2028".replace(r"\x0d", r"\r")
     everything = "".join(map(chr, range(0x11_000)))
     assert RAW.search(everything)
@@ -31,7 +34,7 @@ def test_what_is_printable():
 
 
 def test_json_means_the_same():
-    values = [EVIL, "\ud800", "\r\n\t", "é"]
+    values = [EVIL, "\ud800", "\r\n\t", "é", "\u200f\U000e0041\ufeff"]
     text = printable_json(json.dumps(values, ensure_ascii=False))
     assert not RAW.search(text)
     assert json.loads(text) == values
@@ -80,6 +83,22 @@ def test_names_of_files_in_tables(convert, named, tmp_path, monkeypatch):
     clean(convert("verify", named, out), "OK")
     (out / f"{EVIL}.md").unlink()
     clean(convert("verify", named, out), f"the file {SPELT}.md is missing", code=3)
+
+
+def test_a_name_of_megabytes_makes_no_long_line(convert, tmp_path):
+    source = tiny.save(tiny.build(), tmp_path / "source")
+    tensors = tiny.tensors(source)
+    name = f"{'a' * 200_000}.self_attn.x_proj.weight"
+    save_file({**tensors, name: tensors["lm_head.weight"].clone()}, source / "model.safetensors", {"format": "pt"})
+    result = convert("inspect", source)
+    result.refused("Error: ", "x_proj.weight", "refused.")
+    assert len(result.err) < 5000
+
+
+def test_a_name_with_a_line_break_in_a_table(convert, named, tmp_path):
+    (named / "x\n wrote everything.bin").write_text("")
+    result = convert("mha-to-gqa", named, tmp_path / "out", "--groups", 2, "--method", "mean", "--dry-run").succeeded()
+    assert "\n wrote everything" not in result.out
 
 
 def test_a_name_makes_no_second_line(convert, named, tmp_path):

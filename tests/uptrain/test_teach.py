@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import zlib
 from dataclasses import replace
@@ -286,6 +287,23 @@ def test_a_damaged_manifest_is_refused(teach, refused, tmp_path):
     ):  # fmt: skip
         (logits / "manifest.json").write_text(json.dumps({**manifest, key: value}))
         refused(logits, f"{logits}/manifest.json is damaged", word, "uptrain teach")
+
+
+def test_windows_that_the_cache_has_not_are_refused(inputs, teach, refused, tmp_path):
+    """The checksums are right: the folder was made by something else."""
+    logits = teach(tmp_path / "logits")
+    manifest = LogitsManifest.parse(logits)
+    (shard,) = manifest.shards
+    n = manifest.n_windows - 1
+    for name in shard.files:
+        os.truncate(logits / name, (logits / name).stat().st_size // manifest.n_windows * n)
+    digest = hashlib.sha256((logits / shard.crc).read_bytes()).hexdigest()
+    fewer = replace(manifest, n_windows=n, shards=(replace(shard, n_windows=n, crc_sha256=digest),))
+    (logits / "manifest.json").write_bytes(fewer.text())
+    refused(logits, f"is damaged: it has {n} windows of 32 tokens", f"has {n + 1} of 32")
+    none = replace(manifest, shards=(shard, replace(shard, n_windows=0)))
+    (logits / "manifest.json").write_bytes(none.text())
+    refused(logits, "is damaged", "shards[1].n_windows = 0")
 
 
 def test_ids_beyond_the_vocabulary_are_refused(inputs, teach, tmp_path, uptrain):

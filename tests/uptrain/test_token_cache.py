@@ -1,8 +1,10 @@
 """The token cache's reader: windows and their targets, across the borders of shards, and damaged caches."""
 
+import hashlib
 import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +136,18 @@ def test_truncated_or_missing_shard(folder, name):
     refused(folder, name, f"has {len(content) - 1} bytes where the manifest says {len(content)}")
     (folder / name).unlink()
     refused(folder, "lacks", name)
+
+
+@pytest.mark.parametrize("starts", [[0, 2**62, 3], [0, 3, 2], [-1, 2], [1], [0, 5], [0, 2, 2], [0, 2**63 - 1], []])
+def test_documents_that_begin_elsewhere(tmp_path, starts):
+    """All checksums are right: whoever changed the file can do that, too."""
+    folder = write_cache(tmp_path / "cache", [[[1, 2], [3, 4, 5]]], 2, 300)
+    content = np.array(starts, "<i8").tobytes()
+    (folder / "documents-00000.bin").write_bytes(content)
+    manifest = Manifest.parse(folder)
+    sums = {"n_documents": len(starts), "documents_sha256": hashlib.sha256(content).hexdigest()}
+    (folder / MANIFEST).write_bytes(replace(manifest, shards=(replace(manifest.shards[0], **sums),)).text())
+    refused(folder, "documents-00000.bin does not hold the beginnings of documents in order")
 
 
 def test_altered_to_an_id_that_cannot_be(tmp_path):

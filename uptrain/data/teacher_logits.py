@@ -112,6 +112,7 @@ class LogitsManifest:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype = {checks.short_repr(self.dtype)}; it must be one of {', '.join(DTYPES)}")
         for i, shard in enumerate(self.shards):
+            checks.whole_number(shard.n_windows, f"shards[{i}].n_windows")
             for name in shard.files:
                 if not is_plain_name(name):
                     raise InputError(f"shards[{i}] names {checks.short_repr(name)}, which is no file of the folder")
@@ -125,6 +126,11 @@ class LogitsManifest:
                 f"{folder} is of another token cache than {cache.folder} (sha256 {self.cache_sha256[:12]}, not "
                 f"{cache.manifest.sha256[:12]}): of other texts, another tokenizer or another window length. Run "
                 f"`uptrain teach` on {cache.folder}."
+            )
+        if (self.seq_len, self.n_windows) != (cache.seq_len, cache.n_windows):
+            raise InputError(
+                f"{folder / MANIFEST} is damaged: it has {self.n_windows} windows of {self.seq_len} tokens, and "
+                f"{cache.folder} has {cache.n_windows} of {cache.seq_len}; run `uptrain teach` again."
             )
 
 

@@ -151,7 +151,9 @@ class TokenCache:
         allow_open_files(len(manifest.shards))  # those of documents are read at once
         for shard in manifest.shards:
             tokens.append(_map(folder / shard.tokens, manifest.dtype, shard.n_tokens))
-            starts.append(_map(folder / shard.documents, "int64", shard.n_documents) + borders[-1])
+            own = _map(folder / shard.documents, "int64", shard.n_documents)
+            _check_starts(own, shard.n_tokens, folder / shard.documents)
+            starts.append(own + borders[-1])
             borders.append(borders[-1] + shard.n_tokens)
         return cls(folder, manifest, tokens, np.concatenate(starts), np.array(borders))
 
@@ -222,6 +224,13 @@ class TokenCache:
     def _starts_within(self, begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
         """Return, for each window, the range of documents that begin after its first token and before its end."""
         return np.searchsorted(self._starts, begins, side="right"), np.searchsorted(self._starts, ends, side="left")
+
+
+def _check_starts(starts: Integers, n_tokens: int, path: Path) -> None:
+    """Raise InputError unless a shard's documents begin at its first token, in order, and before its end."""
+    begins_at_0 = not n_tokens or (len(starts) > 0 and starts[0] == 0)
+    if not begins_at_0 or (starts[1:] <= starts[:-1]).any() or (starts[-1:] >= n_tokens).any():
+        raise InputError(f"{path} does not hold the beginnings of documents in order; prepare the cache anew.")
 
 
 def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:

@@ -3,12 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+from model.checkpoint.formats.dcp.metadata import METADATA, read_metadata
 from model.common.errors import InputError
 from model.common.file_names import METRICS
 from model.common.files import check_name, copy_file
 from uptrain.budget.budget import BudgetOptions, make_budget
 from uptrain.checkpoints.files import (
     MANIFEST,
+    TENSORS,
     explain_removal,
     find_damage,
     folder_name,
@@ -50,6 +52,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     with explain_removal(source):
         if problem := find_damage(source):
             raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
+        read_metadata(source / TENSORS / METADATA)
     longer = find_data(replace(run.settings, steps=steps), folder)
     first_decay = decay_start(longer.learning_rates)
     assert first_decay is None or first_decay >= branch
