@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from convert.calibration.attention_weights import AnyAttention, AnyWeights
+from convert.calibration.float32_weights import AnyMatrices, AnyWeights
 from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
@@ -78,18 +78,18 @@ def validation_errors(
 def refit_and_refine(
     layer: Layer,
     recipe: Recipe,
-    attention: AnyAttention,
-    to_weights: Callable[[AnyAttention], AnyWeights],
-    from_weights: Callable[[AnyAttention, AnyWeights], AnyAttention],
+    attention: AnyMatrices,
+    to_weights: Callable[[AnyMatrices], AnyWeights],
+    from_weights: Callable[[AnyMatrices, AnyWeights], AnyMatrices],
     advance: Advance,
-) -> AnyAttention:
+) -> AnyMatrices:
     """Return the attention with its output projection refitted, all of it refined, and the projection refitted again.
 
     The recipe says which of this is done. `to_weights` copies the attention to float32, and `from_weights` puts such
     values back.
     """
 
-    def refitted(attention: AnyAttention) -> AnyAttention:
+    def refitted(attention: AnyMatrices) -> AnyMatrices:
         answers = outputs(layer, to_weights(attention), range(layer.windows.n_windows))
         return refit_output(attention, answers, layer.runnable.device)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from convert.calibration.attention_weights import latent_weights, with_latent_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
+from convert.calibration.float32_weights import latent_weights, with_latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import squared_error

@@ -21,7 +21,7 @@ from convert.calibration.input_moments import DrawnKeys
 from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import Layer
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate
 
@@ -31,7 +31,7 @@ _RIDGE = 1e-3
 
 def solve_queries(
     layer: Layer,
-    before: LayerAttention,
+    before: HeadMatrices,
     latent: LatentMatrices,
     target: LatentTarget,
     drawn_keys: Sequence[tuple[int, DrawnKeys]],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.attention_weights import latent_weights
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import original_output, squared_error

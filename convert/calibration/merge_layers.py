@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from convert.calibration.attention_weights import head_weights, with_head_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
+from convert.calibration.float32_weights import head_weights, with_head_weights
 from convert.calibration.layer_output import squared_error
 from convert.calibration.moment_sums import MomentSums
 from convert.calibration_text.text import CalibrationText
@@ -20,7 +20,7 @@ from convert.merging.layer import ConvertedLayer, LayerMerge, finish_layer, merg
 from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 
@@ -40,7 +40,7 @@ def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: A
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 
 
-def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAttention:
+def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> HeadMatrices:
     """Run the layer on the text. Return the merged layer by the closed form of the method."""
     before = read_attention(checkpoint, merge)
     sums = MomentSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
@@ -50,7 +50,7 @@ def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAtte
     return _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
 
 
-def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
+def _best(layer: Layer, before: HeadMatrices, moments: list[Moments], method: str) -> HeadMatrices:
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
     merge_group, find_others = find_layer_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]

@@ -16,7 +16,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from convert.calibration.attention_weights import AnyWeights
+from convert.calibration.float32_weights import AnyWeights
 from convert.calibration.layer_output import heads_out, original_output, squared_error
 from convert.layers.layer_stream import Layer
 from model.common.console import Advance

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import write_layers
+from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import merge_layer
 from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.attention_weights import latent_weights
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries

@@ -10,7 +10,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import ConvertedLayer, read_finite, rounded
-from convert.merging.weights import LayerAttention, Real, split_heads
+from convert.merging.weights import HeadMatrices, Real, split_heads
 from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ class LatentConversion:
         """
         return latent.balanced(keep_output=not self.recipe.refit)
 
-    def read(self, checkpoint: "Checkpoint") -> LayerAttention:
+    def read(self, checkpoint: "Checkpoint") -> HeadMatrices:
         """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""
         q, k, v, o = (read_finite(checkpoint, name) for name in self.source)
         size = self.sizes.head_dim
         q_HDX, k_KDX, v_KDX = (rows.reshape(-1, size, rows.shape[1]) for rows in (q, k, v))
         o_HMD = split_heads(o, self.sizes.n_heads)
-        return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
+        return HeadMatrices(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
     def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> ConvertedLayer:
         """Return the layer's tensors in the output's dtype. Raises CheckpointError if one overflows."""

@@ -20,7 +20,7 @@ from model.decoder.rope import rotate_first
 
 @dataclass(frozen=True)
 class HeadStates:
-    """A batch of a layer's heads, before and after rotation, in the half-split order of LayerAttention."""
+    """A batch of a layer's heads, before and after rotation, in the half-split order of HeadMatrices."""
 
     q_BTHD: Tensor
     rotated_q_BTHD: Tensor
@@ -35,7 +35,7 @@ HeadObserver = Callable[[HeadStates], None]
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A layer's attention as float32 matrices, its heads in the half-split order of LayerAttention."""
+    """A layer's `HeadMatrices` as float32 tensors, its heads in the same half-split order."""
 
     q_CX: Tensor
     k_CX: Tensor

@@ -105,7 +105,7 @@ class LatentPlan(Plan):
         return ()
 
     def weights(self, index: int, tensors: dict[str, Real]) -> "LatentWeights":
-        from convert.calibration.attention_weights import latent_weights  # imported here, because it needs torch
+        from convert.calibration.float32_weights import latent_weights  # imported here, because it needs torch
 
         conversion = self.conversions[index]
         return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_F)

@@ -101,7 +101,7 @@ class MergePlan(Plan):
         return ()
 
     def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights":
-        from convert.calibration.attention_weights import head_weights  # imported here, because it needs torch
+        from convert.calibration.float32_weights import head_weights  # imported here, because it needs torch
 
         merge = self.conversions[index]
         return head_weights(attention_of(tensors, merge, merge.target))

@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from convert.calibration.attention_weights import latent_weights
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful

@@ -18,8 +18,8 @@ from damage import rewrite, sign
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import validation_errors
+from convert.calibration.float32_weights import head_weights
 from convert.calibration.layer_output import squared_error
 from convert.calibration_text.read import read_calibration_text
 from convert.errors import UnsupportedMethodError

@@ -13,7 +13,7 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.attention_weights import head_weights
+from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream, transformers_layers

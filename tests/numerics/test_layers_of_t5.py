@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
 
-from convert.calibration.attention_weights import head_weights
+from convert.calibration.float32_weights import head_weights
 from convert.layers.t5_layers import T5Layers
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
