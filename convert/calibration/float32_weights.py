@@ -1,7 +1,7 @@
 """Copy the matrices of a layer's attention from float64 arrays to float32 tensors, which run, and back.
 
 `HeadWeights` are the tensors of `HeadMatrices`, `LatentWeights` those of `LatentMatrices`. Letters: H query heads, D
-head_dim, C = heads · D, F pairs of rotated dimensions, X inputs (the hidden size, and a constant 1 where there are
+head_dim, C = heads · D, P pairs of rotated dimensions, X inputs (the hidden size, and a constant 1 where there are
 biases), M outputs.
 """
 
@@ -49,8 +49,8 @@ def with_head_weights(matrices: HeadMatrices, weights: HeadWeights) -> HeadMatri
     )
 
 
-def latent_weights(matrices: LatentMatrices, frequencies_F: Real) -> LatentWeights:
-    """Copy a layer's latent attention to float32, on the CPU. `frequencies_F`: of its rotated dimensions."""
+def latent_weights(matrices: LatentMatrices, frequencies_P: Real) -> LatentWeights:
+    """Copy a layer's latent attention to float32, on the CPU. `frequencies_P`: of its rotated dimensions."""
     return LatentWeights(
         q_nope_CX=_to_float32(_join_rows(matrices.q_HNX)),
         q_rope_CX=_to_float32(_join_rows(matrices.q_HRX)),
@@ -59,7 +59,7 @@ def latent_weights(matrices: LatentMatrices, frequencies_F: Real) -> LatentWeigh
         k_CL=_to_float32(_join_rows(matrices.k_HNL)),
         v_CL=_to_float32(_join_rows(matrices.v_HDL)),
         o_MC=_to_float32(join_heads(matrices.o_HMD)),
-        frequencies_F=_to_float32(frequencies_F),
+        frequencies_P=_to_float32(frequencies_P),
         head_dim=matrices.v_HDL.shape[1],
     )
 

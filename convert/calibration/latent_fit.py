@@ -43,7 +43,7 @@ def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer,
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target
-    windows, to_weights = comparison_windows(layer), partial(latent_weights, frequencies_F=target.frequencies_F)
+    windows, to_weights = comparison_windows(layer), partial(latent_weights, frequencies_P=target.frequencies_C)
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":

@@ -96,5 +96,5 @@ def _errors(
     for pair_indices in candidates:
         target = conversion.target_at(pair_indices)
         latent = solve_queries(layer, before, solve(before, moments, target), target, sums.training_keys())
-        errors.append(squared_error(layer, latent_weights(latent, target.frequencies_F), windows) / power)
+        errors.append(squared_error(layer, latent_weights(latent, target.frequencies_C), windows) / power)
     return np.array(errors)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
 from convert.calibration.float32_weights import head_weights, with_head_weights
+from convert.calibration.head_moments import HeadSums
 from convert.calibration.layer_output import squared_error
-from convert.calibration.moment_sums import MomentSums
 from convert.calibration_text.text import CalibrationText
 from convert.layers.layer_stream import Layer
 from convert.merging.layer import ConvertedLayer, LayerMerge, finish_layer, merge_with_maps, read_attention
@@ -43,7 +43,7 @@ def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: A
 def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> HeadMatrices:
     """Run the layer on the text. Return the merged layer by the closed form of the method."""
     before = read_attention(checkpoint, merge)
-    sums = MomentSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
+    sums = HeadSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
     layer.run(sums.add)
     before = normalise(before, merge.norms, sums.key_scales)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD

@@ -92,7 +92,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         o_HMD=before.o_HMD,
     )
     target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
-    weights, x_BTM = latent_weights(latent, target.frequencies_F).to(runnable.device), layer.inputs(batch)
+    weights, x_BTM = latent_weights(latent, target.frequencies_C).to(runnable.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window_tokens
     return _Measured(
         load=load,

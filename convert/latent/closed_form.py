@@ -6,8 +6,8 @@ by the queries that read them. What it leaves out of slow pairs, and all values,
 components of the inputs, weighted by what queries and output projections make of them.
 
 Letters: H query heads, K key/value heads, G query heads of one of these, D head_dim, U = 2·D (a key and a value), P
-pairs (D/2), F complex numbers of a fold (its pairs, of all K/V heads; in `frequencies_F`, all channels), C channels, L
-latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
+pairs (D/2), F complex numbers of a fold (its pairs, of all K/V heads), C channels of the rotated key, L latent, N
+unrotated dimensions, R rotated ones, X inputs, M outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ class LatentTarget:
     """The pair indices of the rotated key's channels (`convert.latent.frequencies`)."""
 
     @property
-    def frequencies_F(self) -> Real:
+    def frequencies_C(self) -> Real:
         """The frequencies of the channels."""
         return frequencies_at(self.source_rope, self.pair_indices)
 

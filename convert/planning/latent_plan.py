@@ -108,7 +108,7 @@ class LatentPlan(Plan):
         from convert.calibration.float32_weights import latent_weights  # imported here, because it needs torch
 
         conversion = self.conversions[index]
-        return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_F)
+        return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_C)
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
