@@ -11,7 +11,7 @@ from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
-from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
+from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.layer import ConvertedLayer, LayerConversion
 from convert.merging.layer_file import FINISHED, save_layer
@@ -28,7 +28,7 @@ MAX_COMPARISON_TOKENS = 4096
 @torch.no_grad()
 def write_layers(
     checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
-    advance: Advance, convert: Callable[[Layer], ConvertedLayer],
+    advance: Advance, convert: Callable[[CalibrationLayer], ConvertedLayer],
 ) -> None:  # fmt: skip
     """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
 
@@ -76,7 +76,7 @@ def validation_errors(
 
 
 def refit_and_refine(
-    layer: Layer,
+    layer: CalibrationLayer,
     recipe: Recipe,
     attention: AnyMatrices,
     to_weights: Callable[[AnyMatrices], AnyWeights],
@@ -104,7 +104,7 @@ def refit_and_refine(
     return attention
 
 
-def comparison_windows(layer: Layer) -> list[int]:
+def comparison_windows(layer: CalibrationLayer) -> list[int]:
     """Return the validation windows on which solutions are compared."""
     validation = layer.windows.validation_windows
     return validation[: -(-MAX_COMPARISON_TOKENS // layer.windows.window_tokens)]

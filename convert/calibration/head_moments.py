@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.query_draws import QueryDraws
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadStates
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
@@ -31,7 +31,7 @@ _ROUNDING = 1e-3
 class HeadSums:
     """The second moments of a layer's heads, summed over windows in float64."""
 
-    def __init__(self, layer: Layer, n_kv_heads: int, raw_keys: bool = False) -> None:
+    def __init__(self, layer: CalibrationLayer, n_kv_heads: int, raw_keys: bool = False) -> None:
         runnable = layer.runnable
         self._layer, self._n_groups = layer, n_kv_heads
         self._size = runnable.head_dim
@@ -48,7 +48,7 @@ class HeadSums:
         self._key_queries = min(key_queries, self._draws.per_window)
 
     def add(self, heads: HeadStates) -> None:
-        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
+        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `layer.run` does."""
         runnable, rotated_k_BTKD = self._layer.runnable, heads.rotated_k_BTKD
         q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convert.calibration.query_draws import QueryDraws
 from convert.latent.closed_form import InputMoments
-from convert.layers.layer_stream import Layer, is_validation_window
+from convert.layers.layer_stream import CalibrationLayer, is_validation_window
 from convert.layers.runnable_layer import HeadStates
 from model.decoder.devices import float64_device, to_float64
 
@@ -38,7 +38,7 @@ _FLOOR = 1e-6
 class InputSums:
     """The moments of a layer's inputs, summed over windows in float64."""
 
-    def __init__(self, layer: Layer, hidden_size: int) -> None:
+    def __init__(self, layer: CalibrationLayer, hidden_size: int) -> None:
         self._layer = layer
         self._batches = layer.windows.batches()
         sums_device = float64_device(layer.runnable.device)
@@ -50,7 +50,7 @@ class InputSums:
         self._draws = QueryDraws(layer, QUERIES)
 
     def add(self, heads: HeadStates) -> None:
-        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
+        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `layer.run` does."""
         x_BTX = self._layer.inputs(next(self._batches))
         for x_TX, q_THD, k_TKD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTKD, strict=True):
             at_S, weights_HST = self._draws.queries(q_THD, k_TKD)

@@ -17,7 +17,7 @@ from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentConversion
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -32,14 +32,16 @@ def calibrate_latent(
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
-    def convert(layer: Layer) -> ConvertedLayer:
+    def convert(layer: CalibrationLayer) -> ConvertedLayer:
         conversion = conversions[layer.index]
         return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 
     write_layers(checkpoint, conversions, text, folder, advance, convert)
 
 
-def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, advance: Advance) -> LatentMatrices:
+def _convert(
+    checkpoint: Checkpoint, conversion: LatentConversion, layer: CalibrationLayer, advance: Advance
+) -> LatentMatrices:
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target

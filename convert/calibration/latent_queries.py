@@ -20,7 +20,7 @@ from torch import Tensor
 from convert.calibration.input_moments import DrawnKeys
 from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.merging.weights import HeadMatrices
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate
@@ -30,7 +30,7 @@ _RIDGE = 1e-3
 
 
 def solve_queries(
-    layer: Layer,
+    layer: CalibrationLayer,
     before: HeadMatrices,
     latent: LatentMatrices,
     target: LatentTarget,

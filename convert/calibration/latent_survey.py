@@ -19,7 +19,7 @@ from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_pair_indices
 from convert.latent.layer import LatentConversion
-from convert.layers.layer_stream import Layer, iter_layers
+from convert.layers.layer_stream import CalibrationLayer, iter_layers
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -84,7 +84,7 @@ def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
 
 
 def _errors(
-    checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, sums: InputSums,
+    checkpoint: Checkpoint, conversion: LatentConversion, layer: CalibrationLayer, sums: InputSums,
     candidates: Sequence[tuple[float, ...]],
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 
 
 class QueryDraws:
     """Draws on the CPU, so that they do not depend on the layer's device. Call in the order of the windows."""
 
-    def __init__(self, layer: Layer, n_queries: int) -> None:
+    def __init__(self, layer: CalibrationLayer, n_queries: int) -> None:
         """`n_queries`: number of queries of a head, over the whole text."""
         self._runnable = layer.runnable
         self._positions = np.random.default_rng(layer.index)

@@ -22,7 +22,7 @@ from convert.estimates.timing import (
     solving_speed,
     writing_seconds,
 )
-from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
@@ -92,7 +92,7 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     times_longer = max(1, round(keys / _MEASURED_OPERATIONS))
     shorter = replace(text, window_tokens=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
-    layer = Layer(CalibrationWindows(shorter), runnable, states_NTM, Path(), lambda n: None)
+    layer = CalibrationLayer(CalibrationWindows(shorter), runnable, states_NTM, Path(), lambda n: None)
     sums = HeadSums(layer, plan.n_kv_heads)
     weights = _random_weights(plan).to(runnable.device)
 

@@ -1,9 +1,9 @@
 """Define one interface for running a model layer by layer, whatever code runs it.
 
-`native_layers.py` runs the project's own decoder, `transformers_layers.py` the model's class in transformers. Methods
-and moments do not know which one runs. Letters: B windows in a batch, T tokens, M hidden size, H query heads, K
-key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size, and a
-constant 1 where there are biases).
+`native_layers.py` runs the project's own decoder, `transformers_model_layers.py` a model's class in transformers,
+`t5_layers.py` that of T5. Methods and moments do not know which one runs. Letters: B windows in a batch, T tokens, M
+hidden size, H query heads, K key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X
+inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from abc import ABC, abstractmethod
