@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from model.attention_layout import Heads
     from model.checkpoint import Checkpoint
 
-
-WIDER = "give --dtype bfloat16"
+DTYPE_ADVICE = "give --dtype bfloat16"
+"""What to do if a number is too large for the output's dtype."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class LatentConversion:
         """Return the layer's tensors in the output's dtype. Raises CheckpointError if one overflows."""
         dtype = FLOAT_DTYPES[self.dtype(checkpoint)]
         exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
-        return ConvertedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
+        return ConvertedLayer({name: rounded(name, values, dtype, DTYPE_ADVICE) for name, values in exact.items()}, {})
 
     def latent_of(self, tensors: dict[str, Real]) -> LatentMatrices:
         """Return the latent attention in the output's tensors, given in float64."""
