@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
+from convert.latent.layer import LatentConversion
 from convert.latent.matrices import LatentMatrices
 from convert.layers.runnable_layer import HeadWeights
+from convert.merging.layer import LayerConversion, LayerMerge, attention_of
 from convert.merging.weights import HeadMatrices, Real, join_heads, split_heads
 
 AnyMatrices = TypeVar("AnyMatrices", HeadMatrices, LatentMatrices)
@@ -76,6 +78,14 @@ def with_latent_weights(matrices: LatentMatrices, weights: LatentWeights) -> Lat
         k_HNL=k_CL.reshape(matrices.k_HNL.shape),
         v_HDL=v_CL.reshape(matrices.v_HDL.shape),
     )
+
+
+def converted_weights(conversion: LayerConversion, tensors: dict[str, Real]) -> HeadWeights | LatentWeights:
+    """Return the attention of a converted layer, to run it. `tensors`: those of the output, in float64."""
+    if isinstance(conversion, LatentConversion):
+        return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_C)
+    assert isinstance(conversion, LayerMerge)
+    return head_weights(attention_of(tensors, conversion, conversion.target))
 
 
 def with_output(matrices: AnyMatrices, o_MC: Real) -> AnyMatrices:
