@@ -57,8 +57,7 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_pair_indices(checkpoint, plan, staging, quiet)
-        notes = plan.calibrate(checkpoint, staging.scratch, quiet)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        plan = _calibrate(checkpoint, plan, staging, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
         _check_unchanged(checkpoint)
@@ -121,6 +120,16 @@ def _with_pair_indices(checkpoint: Checkpoint, plan: Plan, staging: Staging, qui
         staging.record(PAIR_INDICES, pair_indices)
     recipe = replace(plan.recipe, pair_indices=tuple(staging.finished[PAIR_INDICES]))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
+
+
+def _calibrate(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
+    """Write the layers that a text converts into the scratch folder. Return the plan with notes on the result."""
+    if plan.recipe.text is None or not plan.conversions:
+        return plan
+    from convert.calibration.calibrate import calibrate  # imported here, because it needs torch
+
+    notes = calibrate(checkpoint, plan.conversions, staging.scratch, quiet)
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _check_side_files(checkpoint: Checkpoint, plan: Plan) -> None:

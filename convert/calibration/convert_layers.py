@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from convert.calibration.attention_weights import AnyAttention, AnyWeights
+from convert.calibration.float32_weights import AnyMatrices, AnyWeights
 from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
-from convert.layers.layer_stream import Layer, iter_layers, last_states, validation_text
+from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.layer import ConvertedLayer, LayerConversion
 from convert.merging.layer_file import FINISHED, save_layer
@@ -28,7 +28,7 @@ MAX_COMPARISON_TOKENS = 4096
 @torch.no_grad()
 def write_layers(
     checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
-    advance: Advance, convert: Callable[[Layer], ConvertedLayer],
+    advance: Advance, convert: Callable[[CalibrationLayer], ConvertedLayer],
 ) -> None:  # fmt: skip
     """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
 
@@ -76,20 +76,20 @@ def validation_errors(
 
 
 def refit_and_refine(
-    layer: Layer,
+    layer: CalibrationLayer,
     recipe: Recipe,
-    attention: AnyAttention,
-    to_weights: Callable[[AnyAttention], AnyWeights],
-    from_weights: Callable[[AnyAttention, AnyWeights], AnyAttention],
+    attention: AnyMatrices,
+    to_weights: Callable[[AnyMatrices], AnyWeights],
+    from_weights: Callable[[AnyMatrices, AnyWeights], AnyMatrices],
     advance: Advance,
-) -> AnyAttention:
+) -> AnyMatrices:
     """Return the attention with its output projection refitted, all of it refined, and the projection refitted again.
 
     The recipe says which of this is done. `to_weights` copies the attention to float32, and `from_weights` puts such
     values back.
     """
 
-    def refitted(attention: AnyAttention) -> AnyAttention:
+    def refitted(attention: AnyMatrices) -> AnyMatrices:
         answers = outputs(layer, to_weights(attention), range(layer.windows.n_windows))
         return refit_output(attention, answers, layer.runnable.device)
 
@@ -104,7 +104,7 @@ def refit_and_refine(
     return attention
 
 
-def comparison_windows(layer: Layer) -> list[int]:
+def comparison_windows(layer: CalibrationLayer) -> list[int]:
     """Return the validation windows on which solutions are compared."""
     validation = layer.windows.validation_windows
     return validation[: -(-MAX_COMPARISON_TOKENS // layer.windows.window_tokens)]

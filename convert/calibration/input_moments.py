@@ -6,19 +6,19 @@ H query heads, K key/value heads, D head_dim, X inputs (the hidden size).
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from convert.calibration.query_draws import QueryDraws
 from convert.latent.closed_form import InputMoments
-from convert.layers.layer_stream import Layer, is_validation_window
+from convert.layers.layer_stream import CalibrationLayer, is_validation_window
 from convert.layers.runnable_layer import HeadStates
 from model.decoder.devices import float64_device, to_float64
 
 QUERIES = 2048
 """Queries sampled per head, over the whole text."""
-KEYS_PER_QUERY = 16
-"""Keys drawn for each of them, with its attention weights as probabilities. `moment_sums` has a number of its own."""
+KEYS_PER_HEAD_QUERY = 16
+"""Keys drawn for each of them, of its own head."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ _FLOOR = 1e-6
 
 
 class InputSums:
-    """The moments of a layer's inputs, summed over windows in float64. Queries are drawn on the CPU."""
+    """The moments of a layer's inputs, summed over windows in float64."""
 
-    def __init__(self, layer: Layer, hidden_size: int) -> None:
+    def __init__(self, layer: CalibrationLayer, hidden_size: int) -> None:
         self._layer = layer
         self._batches = layer.windows.batches()
         sums_device = float64_device(layer.runnable.device)
@@ -47,20 +47,16 @@ class InputSums:
         )
         self.drawn_keys: list[DrawnKeys] = []
         """For each window."""
-        self._draws = torch.Generator().manual_seed(layer.index)
-        self._rng = np.random.default_rng(layer.index)
-        self._queries = min(-(-QUERIES // layer.windows.n_windows), layer.windows.window_tokens)
+        self._draws = QueryDraws(layer, QUERIES)
 
     def add(self, heads: HeadStates) -> None:
-        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `Layer.run` does."""
-        x_BTX, attention_weights = self._layer.inputs(next(self._batches)), self._layer.runnable.attention_weights
+        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `layer.run` does."""
+        x_BTX = self._layer.inputs(next(self._batches))
         for x_TX, q_THD, k_TKD in zip(x_BTX, heads.rotated_q_BTHD, heads.rotated_k_BTKD, strict=True):
-            drawn = self._rng.permutation(len(q_THD))[: self._queries]
-            at_S = torch.from_numpy(drawn).to(x_TX.device)
-            weights_HST = attention_weights(q_THD[at_S].transpose(0, 1), k_TKD.transpose(0, 1), at_S)
+            at_S, weights_HST = self._draws.queries(q_THD, k_TKD)
             weights_NT = weights_HST.flatten(0, 1)
-            drawn_NC = torch.multinomial(weights_NT.cpu(), KEYS_PER_QUERY, replacement=True, generator=self._draws)
-            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_QUERY)))
+            drawn_NC = self._draws.keys(weights_NT, KEYS_PER_HEAD_QUERY)
+            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_HEAD_QUERY)))
             mixed_NX = weights_NT @ x_TX
             self._tokens_XX += _products(x_TX, x_TX)
             self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from convert.calibration.attention_weights import latent_weights, with_latent_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
+from convert.calibration.float32_weights import latent_weights, with_latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import squared_error
@@ -17,7 +17,7 @@ from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentConversion
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -32,18 +32,20 @@ def calibrate_latent(
 ) -> None:  # fmt: skip
     """Write every converted layer into `folder`. See `write_layers`."""
 
-    def convert(layer: Layer) -> ConvertedLayer:
+    def convert(layer: CalibrationLayer) -> ConvertedLayer:
         conversion = conversions[layer.index]
         return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 
     write_layers(checkpoint, conversions, text, folder, advance, convert)
 
 
-def _convert(checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, advance: Advance) -> LatentMatrices:
+def _convert(
+    checkpoint: Checkpoint, conversion: LatentConversion, layer: CalibrationLayer, advance: Advance
+) -> LatentMatrices:
     sums = InputSums(layer, conversion.sizes.hidden_size)
     layer.run(sums.add)
     before, moments, target = conversion.read(checkpoint), sums.moments(), conversion.target
-    windows, to_weights = comparison_windows(layer), partial(latent_weights, frequencies_F=target.frequencies_F)
+    windows, to_weights = comparison_windows(layer), partial(latent_weights, frequencies_P=target.frequencies_C)
 
     def candidates() -> Iterator[LatentMatrices]:
         if conversion.recipe.latent_method != "fit":

@@ -6,7 +6,7 @@ linear map from what is cached (the rotated key and the latent) to a head's own 
 and its unrotated keys. It also makes up for channels whose frequency is not that of the RoPE pairs they stand for.
 
 Letters: S queries of a window, C keys drawn for each, N those of all queries (S·C), H query heads, K key/value heads, D
-head_dim, R rotated dimensions, F pairs of these, L dimensions of the latent, Z = R + L, T tokens, X inputs (the hidden
+head_dim, R rotated dimensions, P pairs of these, L dimensions of the latent, Z = R + L, T tokens, X inputs (the hidden
 size).
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from convert.calibration.input_moments import DrawnKeys
 from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import Layer
-from convert.merging.weights import LayerAttention
+from convert.layers.layer_stream import CalibrationLayer
+from convert.merging.weights import HeadMatrices
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate
 
@@ -30,8 +30,8 @@ _RIDGE = 1e-3
 
 
 def solve_queries(
-    layer: Layer,
-    before: LayerAttention,
+    layer: CalibrationLayer,
+    before: HeadMatrices,
     latent: LatentMatrices,
     target: LatentTarget,
     drawn_keys: Sequence[tuple[int, DrawnKeys]],
@@ -41,7 +41,7 @@ def solve_queries(
     `drawn_keys`: of the windows to fit on, by index.
     """
     sizes, device = target.sizes, layer.runnable.device
-    frequencies = target.source_rope.frequencies, target.frequencies_F
+    frequencies = target.source_rope.frequencies, target.frequencies_C
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)
         for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))
@@ -71,9 +71,9 @@ def solve_queries(
     return replace(latent, q_HRX=read_HZD[:, : sizes.rope_dims] @ q_HDX, k_HNL=k_HNL)
 
 
-def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_F: Tensor) -> Tensor:
+def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_P: Tensor) -> Tensor:
     """Rotate keys as their distance from the query demands."""
-    return rotate(heads_SCR, *cos_sin(distance_SC[..., None] * frequencies_F))
+    return rotate(heads_SCR, *cos_sin(distance_SC[..., None] * frequencies_P))
 
 
 def _centred(keys_SCZ: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.attention_weights import latent_weights
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import original_output, squared_error
@@ -19,7 +19,7 @@ from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_pair_indices
 from convert.latent.layer import LatentConversion
-from convert.layers.layer_stream import Layer, iter_layers
+from convert.layers.layer_stream import CalibrationLayer, iter_layers
 from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -84,7 +84,7 @@ def _most_useful(benefits_PK: Real, n_channels: int) -> tuple[float, ...]:
 
 
 def _errors(
-    checkpoint: Checkpoint, conversion: LatentConversion, layer: Layer, sums: InputSums,
+    checkpoint: Checkpoint, conversion: LatentConversion, layer: CalibrationLayer, sums: InputSums,
     candidates: Sequence[tuple[float, ...]],
 ) -> Real:  # fmt: skip
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""
@@ -96,5 +96,5 @@ def _errors(
     for pair_indices in candidates:
         target = conversion.target_at(pair_indices)
         latent = solve_queries(layer, before, solve(before, moments, target), target, sums.training_keys())
-        errors.append(squared_error(layer, latent_weights(latent, target.frequencies_F), windows) / power)
+        errors.append(squared_error(layer, latent_weights(latent, target.frequencies_C), windows) / power)
     return np.array(errors)

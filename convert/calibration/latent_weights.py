@@ -1,6 +1,6 @@
 """Hold a layer's latent attention as float32 matrices, and run it on a text.
 
-Letters: B windows in a batch, T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs
+Letters: B windows in a batch, T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, P pairs
 of these, Q = N + R, L dimensions of the latent, D dimensions of a value head, C = heads · dimensions of one, X inputs
 (the hidden size), M outputs.
 """
@@ -28,13 +28,13 @@ class LatentWeights:
     k_CL: Tensor
     v_CL: Tensor
     o_MC: Tensor
-    frequencies_F: Tensor
+    frequencies_P: Tensor
     head_dim: int
 
     def to(self, device: torch.device) -> "LatentWeights":
         """Return the weights on a device."""
         moved = self.with_matrices(*(matrix.to(device) for matrix in self))
-        return replace(moved, frequencies_F=self.frequencies_F.to(device))
+        return replace(moved, frequencies_P=self.frequencies_P.to(device))
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (
@@ -58,9 +58,9 @@ class LatentWeights:
     def heads_out(self, x_BTM: Tensor) -> Tensor:
         """Return the heads' outputs before the output projection, [B, T, H·D]. Gradients flow to the weights."""
         batch, length, _ = x_BTM.shape
-        n_pairs, n_heads = len(self.frequencies_F), len(self.v_CL) // self.head_dim
-        angles_TF = torch.arange(length, device=x_BTM.device)[:, None] * self.frequencies_F
-        rotation = cos_sin(angles_TF[None, :, None])
+        n_pairs, n_heads = len(self.frequencies_P), len(self.v_CL) // self.head_dim
+        angles_TP = torch.arange(length, device=x_BTM.device)[:, None] * self.frequencies_P
+        rotation = cos_sin(angles_TP[None, :, None])
         latent_BTL = F.linear(x_BTM, self.latent_LX)
         key_BT1R = rotate(F.linear(x_BTM, self.key_RX)[:, :, None], *rotation)
         q_rope_BTHR = rotate(F.linear(x_BTM, self.q_rope_CX).view(batch, length, n_heads, 2 * n_pairs), *rotation)

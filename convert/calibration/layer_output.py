@@ -8,22 +8,22 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
 from model.decoder.devices import to_float64
 
 
-def original_output(layer: Layer, windows: list[int]) -> Tensor:
+def original_output(layer: CalibrationLayer, windows: list[int]) -> Tensor:
     """Return the original layer's attention output without the output projection's bias, [B, T, M].
 
-    Reads the file that `Layer.run` writes, so call that first.
+    Reads the file that `CalibrationLayer.run` writes, so call that first.
     """
     whole_BTM, bias_M = layer.on_device(layer.attended_NTM[windows]), layer.runnable.output_bias
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
 def outputs(
-    layer: Layer, weights: HeadWeights | LatentWeights, windows: Iterable[int]
+    layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Iterable[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights.to(layer.runnable.device)
@@ -31,12 +31,12 @@ def outputs(
         yield from zip(heads_out(layer, weights, layer.inputs(batch)), original_output(layer, batch), strict=True)
 
 
-def heads_out(layer: Layer, weights: HeadWeights | LatentWeights, x_BTM: Tensor) -> Tensor:
+def heads_out(layer: CalibrationLayer, weights: HeadWeights | LatentWeights, x_BTM: Tensor) -> Tensor:
     """Return the heads' outputs before the output projection, [B, T, H·D], with other weights than the layer's own."""
     return weights.heads_out(x_BTM) if isinstance(weights, LatentWeights) else layer.runnable.heads_out(weights, x_BTM)
 
 
-def squared_error(layer: Layer, weights: HeadWeights | LatentWeights, windows: Iterable[int]) -> float:
+def squared_error(layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Iterable[int]) -> float:
     """Return the squared output error of a merged layer, summed over windows."""
     total, weights = 0.0, weights.to(layer.runnable.device)
     for batch in layer.windows.batches(list(windows)):

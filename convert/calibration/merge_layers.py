@@ -10,17 +10,17 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from convert.calibration.attention_weights import head_weights, with_head_weights
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
+from convert.calibration.float32_weights import head_weights, with_head_weights
+from convert.calibration.head_moments import HeadSums
 from convert.calibration.layer_output import squared_error
-from convert.calibration.moment_sums import MomentSums
 from convert.calibration_text.text import CalibrationText
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.merging.layer import ConvertedLayer, LayerMerge, finish_layer, merge_with_maps, read_attention
 from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 
@@ -32,7 +32,9 @@ def calibrate_merges(
     write_layers(checkpoint, merges, text, folder, advance, partial(merge_layer, checkpoint, merges, advance))
 
 
-def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+def merge_layer(
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: CalibrationLayer
+) -> ConvertedLayer:
     """Merge one layer on the text, then refit and refine it as the recipe says."""
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
@@ -40,17 +42,17 @@ def merge_layer(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: A
     return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 
 
-def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: Layer) -> LayerAttention:
+def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: CalibrationLayer) -> HeadMatrices:
     """Run the layer on the text. Return the merged layer by the closed form of the method."""
     before = read_attention(checkpoint, merge)
-    sums = MomentSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
+    sums = HeadSums(layer, merge.n_kv_heads, raw_keys=before.norms is not None)
     layer.run(sums.add)
     before = normalise(before, merge.norms, sums.key_scales)
     outputs_HDD = before.o_HMD.transpose(0, 2, 1) @ before.o_HMD
     return _best(layer, before, sums.moments(outputs_HDD, before.n_rotary_pairs), merge.recipe.method)
 
 
-def _best(layer: Layer, before: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
+def _best(layer: CalibrationLayer, before: HeadMatrices, moments: list[Moments], method: str) -> HeadMatrices:
     """Return the merged layer. Of a method's several solutions, choose the one with the least validation error."""
     merge_group, find_others = find_layer_method(method), find_alternatives(method)
     maps = [merge_group(group_moments) for group_moments in moments]

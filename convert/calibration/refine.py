@@ -16,9 +16,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from convert.calibration.attention_weights import AnyWeights
+from convert.calibration.float32_weights import AnyWeights
 from convert.calibration.layer_output import heads_out, original_output, squared_error
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from model.common.console import Advance
 
 BATCH_TOKENS = 1024
@@ -36,14 +36,14 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: Advance) -> AnyWeights:
+def refine(layer: CalibrationLayer, merged: AnyWeights, n_tokens: int, seed: int, advance: Advance) -> AnyWeights:
     """Return the weights after training on `n_tokens` tokens; `merged` itself if training brings nothing.
 
     The text's windows are repeated as often as needed, in an order that `seed` draws.
 
     `advance` counts `n_tokens` in all, step by step.
 
-    Reads the file that `Layer.run` writes, so call that first.
+    Reads the file that `CalibrationLayer.run` writes, so call that first.
     """
     validation = layer.windows.validation_windows
     batch = max(1, BATCH_TOKENS // layer.windows.window_tokens)
@@ -64,7 +64,7 @@ def refine(layer: Layer, merged: AnyWeights, n_tokens: int, seed: int, advance: 
     return best
 
 
-def _shuffled(layer: Layer, batch: int, seed: int) -> Iterator[list[int]]:
+def _shuffled(layer: CalibrationLayer, batch: int, seed: int) -> Iterator[list[int]]:
     """Yield batches of the training windows without end. Each pass has another random order."""
     windows = layer.windows.training_windows
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer.index) % 2**63)
@@ -85,7 +85,7 @@ def root_mean_square(matrix: Tensor, hidden_size: int) -> float:
 class _Training(Generic[AnyWeights]):
     """Adam on a layer's attention, in float32."""
 
-    def __init__(self, layer: Layer, start: AnyWeights, n_steps: int) -> None:
+    def __init__(self, layer: CalibrationLayer, start: AnyWeights, n_steps: int) -> None:
         self._layer, self._n_steps = layer, n_steps
         self._weights: AnyWeights = start.with_matrices(*(matrix.clone().requires_grad_() for matrix in start))
         share = PEAK_LEARNING_RATE / math.sqrt(len(start.o_MC))

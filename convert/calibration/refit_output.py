@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.calibration.attention_weights import AnyAttention, with_output
+from convert.calibration.float32_weights import AnyMatrices, with_output
 from convert.layers.layer_stream import is_validation_window
 from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device
@@ -60,8 +60,8 @@ class _Sums:
 
 
 def refit_output(
-    merged: AnyAttention, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
-) -> AnyAttention:
+    merged: AnyMatrices, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
+) -> AnyMatrices:
     """Return the layer with the output projection that has the least validation error.
 
     `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the

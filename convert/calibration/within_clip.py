@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.calibration.attention_weights import head_weights
 from convert.calibration.convert_layers import write_layers
+from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import merge_layer
 from convert.calibration_text.text import CalibrationText
 from convert.layers.clipped_heads import ClippedHeads
-from convert.layers.layer_stream import Layer
+from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.clipping import find_clip, scale_into_clip
 from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
@@ -44,7 +44,9 @@ def calibrate_merges_within_clip(
     return (f"clip_qkv = {clip} cuts {n_cut:,} of {n_values:,} values of the merged layers on the calibration text.",)
 
 
-def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: Layer) -> ConvertedLayer:
+def _merge(
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance, layer: CalibrationLayer
+) -> ConvertedLayer:
     if layer.runnable.clip is None:  # a class that does not read the setting
         return merge_layer(checkpoint, merges, advance, layer)
     source = _heads(layer, None)
@@ -59,7 +61,7 @@ def _merge(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advanc
     return replace(converted, cut=(cut.n_cut, cut.n_values))
 
 
-def _heads(layer: Layer, weights: HeadWeights | None) -> ClippedHeads:
+def _heads(layer: CalibrationLayer, weights: HeadWeights | None) -> ClippedHeads:
     """Run the text through the projections of a layer, or through others."""
     assert layer.runnable.clip is not None
     heads = ClippedHeads(layer.runnable.clip)

@@ -5,10 +5,10 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 """
 
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +28,12 @@ from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.record import OR_NAME_IT
 from model.texts.sources import TextFiles, find_files
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 LONGEST_WINDOW = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
 LEAST_WINDOWS = 4
 """Minimum number of windows: every fourth is for validation."""
-_PIECE = 1 << 16
-"""Characters that are tokenised at a time."""
+_PIECE_CHARACTERS = 1 << 16
+"""Characters of a document that are tokenised at a time."""
 _READ_BYTES = 1 << 26
 """Bytes of a file that are read as one piece."""
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
@@ -83,34 +80,16 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     CheckpointError if the text is too short.
     """
     window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
-    n_windows = n_tokens // window
-    if n_windows < LEAST_WINDOWS:
-        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {LEAST_WINDOWS * window}.")
-    if n_tokens > MAX_TOKENS:
-        raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
-    if not name:
-        raise CheckpointError(f"--calibration is empty; give {SHIPPED}, {SELF}, {NONE} or a text.")
-    parts = split_name(name)
-    if len(set(parts)) < len(parts) or "" in parts:
-        raise CheckpointError(
-            f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
-        )
+    _check_n_tokens(n_tokens, window)
+    n_windows, parts = n_tokens // window, _parts(name)
     # Every fourth window is for validation (`layer_stream`), so the order's period must not divide four.
     part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
-    tokenizer: Tokenizer | UnsupportedMethodError
-    try:
-        tokenizer = open_fast_tokenizer(checkpoint)
-        bos_ids = find_bos_ids(tokenizer, checkpoint)
-    except UnsupportedMethodError as error:  # raised again unless all documents are token ids
-        if SELF in parts:
-            raise
-        tokenizer, bos = error, checkpoint.config.get("bos_token_id")
-        bos_ids = [bos] if is_whole_number(bos, least=0) else []
+    encode_text, bos_ids = _find_encoder(checkpoint, needs_tokenizer=SELF in parts)
     read_NT = np.zeros((n_windows, window), dtype=np.int64)
     for number, part in enumerate(parts):
         if part != SELF:
             rows = np.flatnonzero(np.equal(part_N, number))
-            read_NT[rows] = _read_windows(tokenizer, checkpoint, part, bos_ids, (len(rows), window))
+            read_NT[rows] = _read_windows(part, encode_text, bos_ids, (len(rows), window))
     generated = tuple(n for n in range(n_windows) if parts[part_N[n]] == SELF)
     read_NT = np.delete(read_NT, generated, axis=0)
     return CalibrationText(
@@ -124,29 +103,61 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     )
 
 
+def _check_n_tokens(n_tokens: int, window: int) -> None:
+    """Raise CheckpointError if the tokens are too few for windows of `window` tokens, or too many."""
+    if n_tokens // window < LEAST_WINDOWS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {LEAST_WINDOWS * window}.")
+    if n_tokens > MAX_TOKENS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
+
+
+def _parts(name: str) -> list[str]:
+    """Return the names of the texts that are joined by + in `name`. Raises CheckpointError for what is no such name."""
+    if not name:
+        raise CheckpointError(f"--calibration is empty; give {SHIPPED}, {SELF}, {NONE} or a text.")
+    parts = split_name(name)
+    if len(set(parts)) < len(parts) or "" in parts:
+        raise CheckpointError(
+            f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
+        )
+    return parts
+
+
+def _find_encoder(checkpoint: Checkpoint, needs_tokenizer: bool) -> tuple[Callable[[str], list[int]], list[int]]:
+    """Return a function that tokenises a string, and the tokens that begin each window.
+
+    If no tokenizer can be opened, the function raises UnsupportedMethodError: a text of token ids never calls it. With
+    `needs_tokenizer`, the error is raised at once.
+    """
+    try:
+        tokenizer = open_fast_tokenizer(checkpoint)
+        return (lambda text: encode(tokenizer, text, checkpoint)), find_bos_ids(tokenizer, checkpoint)
+    except UnsupportedMethodError as error:
+        if needs_tokenizer:
+            raise
+        no_tokenizer = error  # Python deletes `error` at the end of this block
+
+    def refuse(text: str) -> list[int]:
+        raise no_tokenizer
+
+    bos = checkpoint.config.get("bos_token_id")
+    return refuse, [bos] if is_whole_number(bos, least=0) else []
+
+
 def _read_windows(
-    tokenizer: "Tokenizer | UnsupportedMethodError",
-    checkpoint: Checkpoint,
-    name: str,
-    bos_ids: list[int],
-    shape: tuple[int, int],
+    name: str, encode_text: Callable[[str], list[int]], bos_ids: list[int], shape: tuple[int, int]
 ) -> NDArray[np.int64]:
     """Return windows of a text, `shape` = (windows, tokens), each with the tokens `bos_ids` before it.
 
-    Raises CheckpointError if the text is too short, and `tokenizer` if it is an error and a document is a string.
+    Raises CheckpointError if the text is too short.
     """
     n_windows, window = shape
     length = window - len(bos_ids)
     ids: list[int] = []
     for document in _documents(name):
-        for start in range(0, len(document), _PIECE):
-            piece = document[start : start + _PIECE]
-            if isinstance(piece, np.ndarray):
-                ids += piece.tolist()
-            elif isinstance(tokenizer, UnsupportedMethodError):
-                raise tokenizer
-            else:
-                ids += encode(tokenizer, piece, checkpoint)
+        for start in range(0, len(document), _PIECE_CHARACTERS):
+            piece = document[start : start + _PIECE_CHARACTERS]
+            ids += encode_text(piece) if isinstance(piece, str) else piece.tolist()
             if len(ids) >= n_windows * length:
                 break
         if len(ids) >= n_windows * length:

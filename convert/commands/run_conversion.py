@@ -157,13 +157,14 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     from convert.estimates.merge import merge_seconds
 
     if isinstance(plan, LatentPlan):
-        seconds = round(latent_seconds(checkpoint, plan))
+        seconds, faster = latent_seconds(checkpoint, plan), "--refine 0 takes less"
     else:
         assert isinstance(plan, MergePlan)
-        seconds = round(merge_seconds(checkpoint, plan))
+        seconds, faster = merge_seconds(checkpoint, plan), "--method mean takes little longer than copying"
+    seconds = round(seconds)
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
-            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {plan.faster}, but starts "
+            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {faster}, but starts "
             "with a higher loss.",
             err=True,
         )

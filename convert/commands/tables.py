@@ -19,12 +19,12 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
         planned["method"], ("merge", "merged")
     )
     steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
-    method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_regrouped"] else ""
+    method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_computed"] else ""
     print_key_values(
         f"{planned['source']} → {planned['out']}",
         [
             _attention(planned, method),
-            *_tensors(verb_done if done else f"to {verb}", planned, "regrouped", " in the output"),
+            *_tensors(verb_done if done else f"to {verb}", planned, "computed", " in the output"),
             *_tensors("copied" if done else "to copy", planned, "copied"),
             ("output", f"{size(planned['output_bytes'])} in {counted(planned['n_shards'], 'file')}"),
             ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from convert.calibration.attention_weights import latent_weights
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
@@ -17,7 +17,7 @@ from convert.calibration.refine import EVALUATIONS
 from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
 from convert.latent.frequencies import even_pair_indices, spacings
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import fast_float32_matmul
@@ -72,7 +72,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     load = time.perf_counter() - started
     states_1TM = np.random.default_rng(0).standard_normal((1, text.window_tokens, sizes.hidden_size)).astype(np.float32)
     states_NTM = np.broadcast_to(states_1TM, (text.n_windows, *states_1TM.shape[1:]))
-    layer = Layer(CalibrationWindows(text), runnable, states_NTM, Path(), lambda n: None)
+    layer = CalibrationLayer(CalibrationWindows(text), runnable, states_NTM, Path(), lambda n: None)
     batch = next(layer.windows.batches())
 
     def run() -> InputSums:
@@ -92,7 +92,7 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
         o_HMD=before.o_HMD,
     )
     target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
-    weights, x_BTM = latent_weights(latent, target.frequencies_F).to(runnable.device), layer.inputs(batch)
+    weights, x_BTM = latent_weights(latent, target.frequencies_C).to(runnable.device), layer.inputs(batch)
     n_tokens = len(batch) * text.window_tokens
     return _Measured(
         load=load,

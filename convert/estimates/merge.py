@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
-from convert.calibration.moment_sums import KEY_QUERIES, KEYS_PER_QUERY, MomentSums
+from convert.calibration.head_moments import KEY_QUERIES, KEYS_PER_GROUP_QUERY, HeadSums
 from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import BLOCK
 from convert.estimates.timing import (
@@ -22,7 +22,7 @@ from convert.estimates.timing import (
     solving_speed,
     writing_seconds,
 )
-from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationWindows, Layer, open_layers
+from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
@@ -88,12 +88,12 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     runnable = layers.load(0)
     load = time.perf_counter() - started
     # Over the whole text there are always as many queries. So a window of a longer text has fewer.
-    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_PER_QUERY * _width(plan) ** 2 / text.n_windows
+    keys = 2 * plan.n_kv_heads * KEY_QUERIES * KEYS_PER_GROUP_QUERY * _width(plan) ** 2 / text.n_windows
     times_longer = max(1, round(keys / _MEASURED_OPERATIONS))
     shorter = replace(text, window_tokens=length, n_windows=text.n_windows * times_longer)
     states_NTM = np.random.default_rng(0).standard_normal((1, length, geometry.hidden_size), dtype=np.float32)
-    layer = Layer(CalibrationWindows(shorter), runnable, states_NTM, Path(), lambda n: None)
-    sums = MomentSums(layer, plan.n_kv_heads)
+    layer = CalibrationLayer(CalibrationWindows(shorter), runnable, states_NTM, Path(), lambda n: None)
+    sums = HeadSums(layer, plan.n_kv_heads)
     weights = _random_weights(plan).to(runnable.device)
 
     def output() -> None:

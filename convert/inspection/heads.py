@@ -25,7 +25,7 @@ from convert.merging.moments import (
 )
 from convert.merging.norms import normalise
 from convert.merging.recipe import Recipe
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import HeadMatrices, Real
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import layer_number
@@ -132,7 +132,7 @@ def report_heads(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: 
     return HeadReport(n_kv_heads, tuple(fewer), tuple(layers))
 
 
-def _report_layer(attention: LayerAttention, merge: LayerMerge, groups: list[int]) -> LayerHeads:
+def _report_layer(attention: HeadMatrices, merge: LayerMerge, groups: list[int]) -> LayerHeads:
     number = layer_number(merge.weights[0])
     assert number is not None
     whole = moments_from_weights(attention)

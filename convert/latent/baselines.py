@@ -20,12 +20,10 @@ from convert.latent import LatentMethod
 from convert.latent.closed_form import InputMoments, LatentTarget, join_parts
 from convert.latent.frequencies import folds
 from convert.latent.matrices import LatentMatrices
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import HeadMatrices, Real
 
 
-def solve_as(
-    method: LatentMethod, before: LayerAttention, moments: InputMoments, target: LatentTarget
-) -> LatentMatrices:
+def solve_as(method: LatentMethod, before: HeadMatrices, moments: InputMoments, target: LatentTarget) -> LatentMatrices:
     """Return the latent attention of a layer by a published method."""
     sizes = target.sizes
     half, n_kv_heads, heads_per_group = sizes.head_dim // 2, sizes.n_kv_heads, before.heads_per_group

@@ -6,8 +6,8 @@ by the queries that read them. What it leaves out of slow pairs, and all values,
 components of the inputs, weighted by what queries and output projections make of them.
 
 Letters: H query heads, K key/value heads, G query heads of one of these, D head_dim, U = 2·D (a key and a value), P
-pairs (D/2), F complex numbers of a fold (its pairs, of all K/V heads; in `frequencies_F`, all channels), C channels, L
-latent, N unrotated dimensions, R rotated ones, X inputs, M outputs.
+pairs (D/2), F complex numbers of a fold (its pairs, of all K/V heads), C channels of the rotated key, L latent, N
+unrotated dimensions, R rotated ones, X inputs, M outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from convert.latent.frequencies import Fold, SourceRope, coherence, folds, frequencies_at
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
-from convert.merging.weights import Complex, LayerAttention, Real
+from convert.merging.weights import Complex, HeadMatrices, Real
 
 Matrix = NDArray[Any]
 """Real or complex."""
@@ -66,7 +66,7 @@ class LatentTarget:
     """The pair indices of the rotated key's channels (`convert.latent.frequencies`)."""
 
     @property
-    def frequencies_F(self) -> Real:
+    def frequencies_C(self) -> Real:
         """The frequencies of the channels."""
         return frequencies_at(self.source_rope, self.pair_indices)
 
@@ -86,19 +86,19 @@ class _Heads:
     """Keys times `attended_XX`."""
 
     @classmethod
-    def of(cls, before: LayerAttention, moments: InputMoments) -> "_Heads":
+    def of(cls, before: HeadMatrices, moments: InputMoments) -> "_Heads":
         products = (before.q_HDX @ moments.tokens_XX, before.k_KDX @ moments.attended_XX)
         half = before.q_HDX.shape[1] // 2
         return cls(*(heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX, *products)))
 
 
-def solve(before: LayerAttention, moments: InputMoments, target: LatentTarget) -> LatentMatrices:
+def solve(before: HeadMatrices, moments: InputMoments, target: LatentTarget) -> LatentMatrices:
     """Return the latent attention of a layer."""
     return next(solve_each(before, moments, target, (1.0,)))
 
 
 def solve_each(
-    before: LayerAttention, moments: InputMoments, target: LatentTarget, key_weights: Sequence[float]
+    before: HeadMatrices, moments: InputMoments, target: LatentTarget, key_weights: Sequence[float]
 ) -> Iterator[LatentMatrices]:
     """Yield the latent attention of a layer for each weight of keys against values in the latent."""
     heads, sizes, source_rope = _Heads.of(before, moments), target.sizes, target.source_rope
@@ -115,7 +115,7 @@ def solve_each(
 
 
 def join_parts(
-    before: LayerAttention, query_HCX: Complex, key_CX: Complex, latent: tuple[Real, Real, Real], target: LatentTarget
+    before: HeadMatrices, query_HCX: Complex, key_CX: Complex, latent: tuple[Real, Real, Real], target: LatentTarget
 ) -> LatentMatrices:
     """Return the latent attention of rotated queries and key, and of the latent with its maps to keys and values.
 
@@ -136,7 +136,7 @@ def join_parts(
     )
 
 
-def pair_powers(before: LayerAttention, moments: InputMoments) -> Real:
+def pair_powers(before: HeadMatrices, moments: InputMoments) -> Real:
     """Return the power of the logits from each pair's principal components, [P, K], the largest first."""
     heads = _Heads.of(before, moments)
     return np.array([_components((pair,), heads)[0] for pair in range(before.q_HDX.shape[1] // 2)])
@@ -187,7 +187,7 @@ def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_
 
 
 def _latent(
-    before: LayerAttention, rest_KDX: Real, moments: InputMoments, size: int, key_weight: float
+    before: HeadMatrices, rest_KDX: Real, moments: InputMoments, size: int, key_weight: float
 ) -> tuple[Real, Real, Real]:
     """Return the latent, [L, X], and what makes unrotated keys and values of it, [K, D, L] each.
 

@@ -10,7 +10,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.merging.layer import ConvertedLayer, read_finite, rounded
-from convert.merging.weights import LayerAttention, Real, split_heads
+from convert.merging.weights import HeadMatrices, Real, split_heads
 from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from model.attention_layout import Heads
     from model.checkpoint import Checkpoint
 
-
-WIDER = "give --dtype bfloat16"
+DTYPE_ADVICE = "give --dtype bfloat16"
+"""What to do if a number is too large for the output's dtype."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class LatentConversion:
         """
         return latent.balanced(keep_output=not self.recipe.refit)
 
-    def read(self, checkpoint: "Checkpoint") -> LayerAttention:
+    def read(self, checkpoint: "Checkpoint") -> HeadMatrices:
         """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""
         q, k, v, o = (read_finite(checkpoint, name) for name in self.source)
         size = self.sizes.head_dim
         q_HDX, k_KDX, v_KDX = (rows.reshape(-1, size, rows.shape[1]) for rows in (q, k, v))
         o_HMD = split_heads(o, self.sizes.n_heads)
-        return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
+        return HeadMatrices(q_HDX, k_KDX, v_KDX, o_HMD, size // 2)
 
     def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> ConvertedLayer:
         """Return the layer's tensors in the output's dtype. Raises CheckpointError if one overflows."""
         dtype = FLOAT_DTYPES[self.dtype(checkpoint)]
         exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
-        return ConvertedLayer({name: rounded(name, values, dtype, WIDER) for name, values in exact.items()}, {})
+        return ConvertedLayer({name: rounded(name, values, dtype, DTYPE_ADVICE) for name, values in exact.items()}, {})
 
     def latent_of(self, tensors: dict[str, Real]) -> LatentMatrices:
         """Return the latent attention in the output's tensors, given in float64."""

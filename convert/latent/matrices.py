@@ -1,6 +1,6 @@
 """Hold one layer's latent attention without its norm, in float64.
 
-Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, F pairs of these, L dimensions of the
+Letters: H query heads, N unrotated dimensions of a query head, R rotated ones, P pairs of these, L dimensions of the
 latent, D dimensions of a value head, U = H·(N + D), X inputs (the hidden size), M outputs.
 """
 
@@ -64,8 +64,8 @@ class LatentMatrices:
         key_HN1 = _factor(_rms(self.k_HNL, 2), _rms(self.q_HNX, 2))[:, :, None]
         n_heads, n_rotated, n_inputs = self.q_HRX.shape
         pairs = (2, n_rotated // 2, n_inputs)  # a rotation mixes both dimensions of a pair
-        pair_F = _factor(_rms(self.key_RX.reshape(pairs), (0, 2)), _rms(self.q_HRX.reshape(n_heads, *pairs), (0, 1, 3)))
-        rotated_R1 = np.tile(pair_F, 2)[:, None]
+        pair_P = _factor(_rms(self.key_RX.reshape(pairs), (0, 2)), _rms(self.q_HRX.reshape(n_heads, *pairs), (0, 1, 3)))
+        rotated_R1 = np.tile(pair_P, 2)[:, None]
         return replace(
             self,
             q_HNX=self.q_HNX / key_HN1,

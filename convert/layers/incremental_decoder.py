@@ -59,9 +59,9 @@ def open_model(checkpoint: Checkpoint, device: str) -> IncrementalDecoder:
         model = load_llama(checkpoint, None, device)
         model.prepack()
         return _Native(model)
-    from convert.layers.transformers_layers import TransformersLayers  # transformers takes seconds to import
+    from convert.layers.transformers_model_layers import TransformersModelLayers  # transformers takes seconds to import
 
-    return _Transformers(TransformersLayers(checkpoint, 1, device).load_whole())
+    return _Transformers(TransformersModelLayers(checkpoint, 1, device).load_whole())
 
 
 class _Native(IncrementalDecoder):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
-from convert.layers.native_layers import NativeLayers
+from convert.layers.native_layers import NativeModelLayers
 from convert.layers.runnable_layer import HeadObserver, ModelLayers, RunnableLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
@@ -82,8 +82,8 @@ class CalibrationWindows:
 
 
 @dataclass
-class Layer:
-    """One layer and its input states."""
+class CalibrationLayer:
+    """One layer of a model, and its input states on the calibration text."""
 
     windows: CalibrationWindows
     runnable: RunnableLayer
@@ -138,14 +138,14 @@ def open_layers(checkpoint: Checkpoint, length: int, device: str) -> ModelLayers
     the device is not available.
     """
     if is_native(checkpoint.config):
-        return NativeLayers(checkpoint, length, device)
+        return NativeModelLayers(checkpoint, length, device)
     if any(find_spec(package) is None for package in ("transformers", "accelerate")):
         raise UnsupportedMethodError(NO_TORCH)
-    from convert.layers.t5_layers import T5Layers  # transformers takes seconds to import
-    from convert.layers.transformers_layers import TransformersLayers
+    from convert.layers.t5_layers import T5ModelLayers  # transformers takes seconds to import
+    from convert.layers.transformers_model_layers import TransformersModelLayers
 
     is_encoder_decoder = find_family(checkpoint.config).family.is_encoder_decoder
-    return (T5Layers if is_encoder_decoder else TransformersLayers)(checkpoint, length, device)
+    return (T5ModelLayers if is_encoder_decoder else TransformersModelLayers)(checkpoint, length, device)
 
 
 def iter_layers(
@@ -155,7 +155,7 @@ def iter_layers(
     advance: Advance,
     device: str,
     more_tokens: int = 0,
-) -> Iterator[Layer]:
+) -> Iterator[CalibrationLayer]:
     """Yield each layer, on the device. The caller must call its `run`.
 
     `more_tokens`: tokens of a layer that the caller reports to `advance` itself; those of finished layers count too.
@@ -167,7 +167,7 @@ def iter_layers(
     advance(first * (text.n_tokens + more_tokens))
     for index in range(first, layers.n_layers):
         states_NTM = np.load(_states(folder, index), mmap_mode="r", allow_pickle=False)
-        layer = Layer(windows, layers.load(index), states_NTM, folder, advance)
+        layer = CalibrationLayer(windows, layers.load(index), states_NTM, folder, advance)
         yield layer
         layer.finish()
 

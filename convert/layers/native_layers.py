@@ -17,7 +17,7 @@ from model.decoder.masks import text_mask
 from model.decoder.rope import rotate, rotations
 
 
-class NativeLayers(ModelLayers):
+class NativeModelLayers(ModelLayers):
     """The layers of a model of NATIVE_FAMILIES. Raises CheckpointError for one that the decoder cannot run."""
 
     def __init__(self, checkpoint: Checkpoint, length: int, device: str = "cpu") -> None:

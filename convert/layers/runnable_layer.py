@@ -1,9 +1,9 @@
 """Define one interface for running a model layer by layer, whatever code runs it.
 
-`native_layers.py` runs the project's own decoder, `transformers_layers.py` the model's class in transformers. Methods
-and moments do not know which one runs. Letters: B windows in a batch, T tokens, M hidden size, H query heads, K
-key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X inputs (the hidden size, and a
-constant 1 where there are biases).
+`native_layers.py` runs the project's own decoder, `transformers_model_layers.py` a model's class in transformers,
+`t5_layers.py` that of T5. Methods and moments do not know which one runs. Letters: B windows in a batch, T tokens, M
+hidden size, H query heads, K key/value heads, D head_dim, R rotated dimensions, S sampled queries, C = heads · D, X
+inputs (the hidden size, and a constant 1 where there are biases).
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from model.decoder.rope import rotate_first
 
 @dataclass(frozen=True)
 class HeadStates:
-    """A batch of a layer's heads, before and after rotation, in the half-split order of LayerAttention."""
+    """A batch of a layer's heads, before and after rotation, in the half-split order of HeadMatrices."""
 
     q_BTHD: Tensor
     rotated_q_BTHD: Tensor
@@ -35,7 +35,7 @@ HeadObserver = Callable[[HeadStates], None]
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A layer's attention as float32 matrices, its heads in the half-split order of LayerAttention."""
+    """A layer's `HeadMatrices` as float32 tensors, its heads in the same half-split order."""
 
     q_CX: Tensor
     k_CX: Tensor

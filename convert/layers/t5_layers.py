@@ -29,7 +29,7 @@ from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 
-class T5Layers(ModelLayers):
+class T5ModelLayers(ModelLayers):
     """The decoder of a T5, run by its class. Raises CheckpointError for one that cannot be run so."""
 
     embedding_name = "shared.weight"
@@ -84,7 +84,7 @@ class T5Layers(ModelLayers):
             encoded_BEM = self._encoder(inputs_embeds=states_BTM[:, : self._n_encoded]).last_hidden_state
         return torch.cat([encoded_BEM, states_BTM[:, self._n_encoded :]], dim=1)
 
-    def load(self, index: int) -> "T5DecoderLayer":
+    def load(self, index: int) -> "T5Sublayer":
         self.__dict__.pop("_encoder", None)  # its memory is the layers' now
         with refusing_to_run(self.checkpoint), torch.no_grad():
             added_1HAA = self._added_1HAA
@@ -92,12 +92,10 @@ class T5Layers(ModelLayers):
             stem = f"decoder.block.{index // 2}.layer."
             if index % 2 == 0:
                 sublayer = self._load(f"{stem}0.")
-                return T5DecoderLayer(
-                    index, self._geometry, self._n_encoded, sublayer, sublayer.SelfAttention, added_1HAA
-                )
+                return T5Sublayer(index, self._geometry, self._n_encoded, sublayer, sublayer.SelfAttention, added_1HAA)
             sublayer, feed_forward = self._load(f"{stem}1."), self._load(f"{stem}2.")
             attention = sublayer.EncDecAttention
-            return T5DecoderLayer(index, self._geometry, self._n_encoded, sublayer, attention, None, feed_forward)
+            return T5Sublayer(index, self._geometry, self._n_encoded, sublayer, attention, None, feed_forward)
 
     def check(self) -> None:
         if not 0 <= self._start < self.n_embeddings:
@@ -111,7 +109,7 @@ class T5Layers(ModelLayers):
                 self.load(index).run(states_1TM, lambda heads: None)
 
 
-class T5DecoderLayer(ObservedLayer):
+class T5Sublayer(ObservedLayer):
     """Self-attention or, with a feed-forward network, cross-attention of a layer of the decoder."""
 
     rotation = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.merging.weights import LayerAttention, Real
+from convert.merging.weights import HeadMatrices, Real
 
 
 def find_clip(config: Mapping[str, Any]) -> Any:
@@ -27,14 +27,14 @@ def find_clip(config: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest absolute values of a layer's heads on a text, by dimension, in the order of LayerAttention."""
+    """The largest absolute values of a layer's heads on a text, by dimension, in the order of HeadMatrices."""
 
     q_HD: Real
     k_KD: Real
     v_KD: Real
 
 
-def scale_into_clip(attention: LayerAttention, merged: Largest, source: Largest, clip: float) -> LayerAttention:
+def scale_into_clip(attention: HeadMatrices, merged: Largest, source: Largest, clip: float) -> HeadMatrices:
     """Return a merged layer with heads no larger than the source's, and than the clip, as far as possible.
 
     Values always allow that. Where a key or its queries are too large, their factor makes both the same share of their

@@ -12,7 +12,7 @@ from convert.merging.moments import Maps, Moments, keep_logit_variance, map_head
 from convert.merging.norms import normalise, with_norms
 from convert.merging.recipe import Recipe
 from convert.merging.rounding import round_once, widen
-from convert.merging.weights import LayerAttention, NormWeights, Real, half_split_order, join_heads, split_heads
+from convert.merging.weights import HeadMatrices, NormWeights, Real, half_split_order, join_heads, split_heads
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
@@ -109,7 +109,7 @@ class LayerMerge:
 
     @property
     def half_split_order(self) -> NDArray[np.intp] | None:
-        """The dimensions of a query or key head in the order of LayerAttention; None if they are in it."""
+        """The dimensions of a query or key head in the order of HeadMatrices; None if they are in it."""
         if self.pairing == "half":
             return None
         return half_split_order(self.sizes.head_dim, self.n_rotary_pairs, self.pairing)
@@ -142,27 +142,27 @@ class ConvertedLayer:
     where they were not counted."""
 
 
-def merge_attention(attention: LayerAttention, moments: list[Moments], method: str) -> LayerAttention:
+def merge_attention(attention: HeadMatrices, moments: list[Moments], method: str) -> HeadMatrices:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
     merge_group = find_layer_method(method)
     return merge_with_maps(attention, moments, [merge_group(group_moments) for group_moments in moments])
 
 
-def merge_with_maps(attention: LayerAttention, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+def merge_with_maps(attention: HeadMatrices, moments: list[Moments], maps: list[Maps]) -> HeadMatrices:
     """Return the attention with each group's heads mapped. Each query head keeps the variance of its logits."""
     maps = [keep_logit_variance(*pair) for pair in zip(moments, maps, strict=True)]
     merged = map_heads(attention, maps)
     return merged if attention.norms is None else with_norms(merged, attention.norms, moments, maps)
 
 
-def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> LayerAttention:
+def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> HeadMatrices:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
     tensors = {name: read_finite(checkpoint, name) for name in merge.tensors}
     return attention_of(tensors, merge, merge.source)
 
 
 def finish_layer(
-    checkpoint: Checkpoint, merge: LayerMerge, before: LayerAttention, after: LayerAttention
+    checkpoint: Checkpoint, merge: LayerMerge, before: HeadMatrices, after: HeadMatrices
 ) -> ConvertedLayer:
     """Return a merged layer's tensors in the checkpoint's dtypes, and the reports on its heads."""
     exact = _tensors(after, merge)
@@ -185,7 +185,7 @@ def read_finite(checkpoint: Checkpoint, name: str) -> Real:
     return values
 
 
-def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> LayerAttention:
+def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> HeadMatrices:
     """Return the attention with these tensors, by name. `heads`: `merge.source`, or `merge.target`."""
     sizes, order = merge.sizes, merge.half_split_order
     rows = [_rows(tensors, each) for each in heads[:3]]
@@ -202,7 +202,7 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
             # Then the source's heads after the norms are rotated projections, but for one number a head.
             norms = norms.with_pair_means(merge.n_rotary_pairs)
         q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
-    return LayerAttention(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
+    return HeadMatrices(q_HDX, k_KDX, v_KDX, o_HMD, merge.n_rotary_pairs, norms)
 
 
 def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real) -> NormWeights | None:
@@ -215,7 +215,7 @@ def _norms(tensors: dict[str, Real], merge: LayerMerge, q_HDX: Real, k_KDX: Real
 
 
 def _ordered(norm: Real, merge: LayerMerge) -> Real:
-    """Return a norm's weights in the order of LayerAttention, [H, D] or [1, D]."""
+    """Return a norm's weights in the order of HeadMatrices, [H, D] or [1, D]."""
     assert merge.norms is not None
     weights_HD = norm.reshape(-1, merge.sizes.head_dim) + merge.norms.offset
     return weights_HD if merge.half_split_order is None else weights_HD[:, merge.half_split_order]
@@ -227,7 +227,7 @@ def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
-def _tensors(attention: LayerAttention, merge: LayerMerge) -> dict[str, Real]:
+def _tensors(attention: HeadMatrices, merge: LayerMerge) -> dict[str, Real]:
     """Return the output's tensors of a merged layer, by name."""
     hidden_size, order = merge.sizes.hidden_size, merge.half_split_order
     tensors: dict[str, Real] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convert.merging.weights import Complex, LayerAttention, Real
+from convert.merging.weights import Complex, HeadMatrices, Real
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Maps:
     """From the shared value to the input of each query head's output projection."""
 
 
-def moments_from_weights(group: LayerAttention, raw_keys: bool = False) -> Moments:
+def moments_from_weights(group: HeadMatrices, raw_keys: bool = False) -> Moments:
     """Return the moments implied by the weights, for inputs whose second moments are the identity.
 
     Distances between queries and keys are uniform. So different pairs of a key are uncorrelated, because they rotate
@@ -157,7 +157,7 @@ def keep_logit_variance(moments: Moments, maps: Maps) -> Maps:
     return replace(maps, queries_HDD=maps.queries_HDD * np.array(scales)[:, None, None])
 
 
-def map_heads(attention: LayerAttention, maps: list[Maps]) -> LayerAttention:
+def map_heads(attention: HeadMatrices, maps: list[Maps]) -> HeadMatrices:
     """Return a layer's attention with one shared K/V head for each of its G groups, without norms.
 
     `maps`: one entry a group. H and K are the heads of all groups.

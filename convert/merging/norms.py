@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from convert.merging.moments import Maps, Moments
-from convert.merging.weights import LayerAttention, NormWeights, Real
+from convert.merging.weights import HeadMatrices, NormWeights, Real
 from model.families.family import HeadNorms
 
 SMALLEST_WEIGHT = 0.01
 """Minimum weight of a merged layer's norms, as a share of their root mean square: rows are divided by it."""
 
 
-def normalise(attention: LayerAttention, norms: HeadNorms | None, key_scales_K: Real | None = None) -> LayerAttention:
+def normalise(attention: HeadMatrices, norms: HeadNorms | None, key_scales_K: Real | None = None) -> HeadMatrices:
     """Return the attention with its heads as long as norms make them, for inputs of independent numbers.
 
     `key_scales_K`: the norm's factor of each key head, on a text. Then keys are as long, up to a number that all
@@ -46,7 +46,7 @@ def _lengths(heads_HDX: Real, per_head: bool) -> Real:
     return np.asarray(np.sqrt(np.where(power_H > 0, power_H, 1)))
 
 
-def with_norms(merged: LayerAttention, norms: NormWeights, moments: list[Moments], maps: list[Maps]) -> LayerAttention:
+def with_norms(merged: HeadMatrices, norms: NormWeights, moments: list[Moments], maps: list[Maps]) -> HeadMatrices:
     """Return a merged layer with its norms' weights. `norms`: the source's; `moments`, `maps`: one entry a group."""
     old_queries: list[Real] = []
     new_queries: list[Real] = []

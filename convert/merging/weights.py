@@ -47,8 +47,8 @@ class NormWeights:
 
 
 @dataclass(frozen=True)
-class LayerAttention:
-    """The weights of one layer's attention, in float64. A bias is the last column, for a constant input of 1.
+class HeadMatrices:
+    """The matrices of one layer's attention, in float64. A bias is the last column, for a constant input of 1.
 
     With norms, the rows of queries and keys are what a norm makes of them for inputs of average length: the
     projection's rows times the norm's weights. A norm divides each token's heads by their root mean square besides,
@@ -80,7 +80,7 @@ class LayerAttention:
         """Number of query heads that read each K/V head."""
         return len(self.q_HDX) // len(self.k_KDX)
 
-    def groups(self, n_kv_heads: int) -> list["LayerAttention"]:
+    def groups(self, n_kv_heads: int) -> list["HeadMatrices"]:
         """Return the attention of each group of neighbouring heads that will share a K/V head, without norms."""
         q, k = len(self.q_HDX) // n_kv_heads, len(self.k_KDX) // n_kv_heads
         return [
@@ -97,7 +97,7 @@ class LayerAttention:
 
 
 def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half", "interleaved"]) -> NDArray[np.intp]:
-    """Return a checkpoint's dimensions of a query or key head in the order of LayerAttention.
+    """Return a checkpoint's dimensions of a query or key head in the order of HeadMatrices.
 
     `pairing`: which dimensions the model rotates together (`PositionEncoding.rotary_pairing`).
     """

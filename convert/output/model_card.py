@@ -3,11 +3,16 @@
 The card contains no times and no paths, so the same conversion gives the same bytes.
 """
 
-from convert.merging.methods import LAYER_METHODS
+from dataclasses import dataclass
+
+from convert.merging.methods import LAYER_METHODS, REPEAT
 from convert.merging.recipe import Recipe
+from convert.planning.latent_plan import LatentPlan
+from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
+from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_DETAILS, UPTRAINING_RECORD
 from model.common.front_matter import of_derived_model
 from model.common.printable import markdown
@@ -35,7 +40,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)
-    card = source or _front_matter(origin, ["groupwise", *plan.tags]).encode()
+    card = source or _front_matter(origin, ["groupwise", *_describe(plan).tags]).encode()
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 
 
@@ -56,7 +61,9 @@ def _front_matter(origin: Origin, tags: list[str]) -> str:
 
 def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
     name, revision = origin
-    rows = [("Base model", f"{markdown(name)}{f' (revision {revision})' if revision else ''}"), *_facts(plan)]
+    description = _describe(plan)
+    base_model = f"{markdown(name)}{f' (revision {revision})' if revision else ''}"
+    rows = [("Base model", base_model), *description.facts, *_facts(plan)]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     quantised = " The source is a GGUF file; where its weights were quantised, so are the values here." * (
         checkpoint.format == "gguf"
@@ -69,18 +76,100 @@ def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:
 |---|---|
 {table}
 
-{plan.what_was_done}{quantised} Details,
+{description.what_was_done}{quantised} Details,
 with the SHA-256 of every source file, are in `{CONVERSION_RECORD}`. The base model's licence applies.
 {_how_to_open(plan)}{notes}{CARD_END}
 """
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class _Description:
+    """What a card says of the output's attention."""
+
+    tags: list[str]
+    facts: list[tuple[str, str]]
+    """Rows of the table."""
+    what_was_done: str
+    """Sentences on the weights, and on the quality."""
+
+
+def _describe(plan: Plan) -> _Description:
+    if isinstance(plan, LatentPlan):
+        return _describe_latent(plan)
+    assert isinstance(plan, MergePlan)
+    before = f"{plan.geometry.n_kv_heads} → " if plan.computed else ""
+    return _Description(
+        tags=["gqa"] if plan.n_kv_heads < plan.geometry.n_heads else [],
+        facts=[("K/V heads", f"{before}{plan.n_kv_heads} (query heads: {plan.geometry.n_heads})")],
+        what_was_done=_what_was_merged(plan),
+    )
+
+
+def _what_was_merged(plan: MergePlan) -> str:
+    others = f"weights are the base model's, {_how_copied(plan)}."
     if not plan.computed:
-        return plan.card_facts
+        return f"No heads were merged: the {others}"
+    if plan.recipe.method == REPEAT:
+        return (
+            "Each K/V head stands here several times, so that tensor parallelism can divide them; the model "
+            f"computes\nwhat the base model does. All other {others}"
+        )
+    if plan.recipe.by_layer:
+        norms = any(merge.norm_tensors for merge in plan.conversions)
+        changed = "queries, the norms of queries and keys," if norms else "queries"
+        return (
+            f"The K/V heads of each group were merged, and {changed} and output projections changed so that the "
+            f"group\ncan share them; all other {others} Merging costs quality, which\n*uptraining* restores: "
+            "measure before you use it as it is."
+        )
+    return (
+        "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all "
+        f"other\n{others} Merging costs much quality, which *uptraining* restores: do\nnot use this model before."
+    )
+
+
+def _describe_latent(plan: LatentPlan) -> _Description:
+    sizes = plan.sizes
+    quality = (
+        "The model computes what the base model does."
+        if plan.is_exact
+        else "This costs quality, which *uptraining* restores: measure before you use it as it is."
+    )
+    dtypes = "" if sizes.norm == "bias" else "Open it in bfloat16 or float32: in float16 it computes NaN. "
+    scaled = any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values())
+    residual = (
+        "The embedding and the output projections of attention and MLP are scaled, so that\n"
+        f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}; the head is not tied. "
+        if scaled
+        else ""
+    )
+    copied = "rounded to bfloat16" if plan.recipe.dtype == "bfloat16" else _how_copied(plan)
+    return _Description(
+        tags=["mla"],
+        facts=[
+            ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
+            ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
+            ("Norm of the latent", f"undone by `{sizes.norm}`"),
+        ],
+        what_was_done=(
+            "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
+            f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
+            f"model's, {copied}. {quality} {dtypes}Do not quantise the latent's\n"
+            "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
+        ),
+    )
+
+
+def _how_copied(plan: Plan) -> str:
+    return "value for value" if plan.rewrites else "byte for byte"
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return the rows of the table on how the computed tensors were made."""
+    if not plan.computed:
+        return []
     before, after = plan.kv_cache_bytes
     return [
-        *plan.card_facts,
         ("Method", _method(plan.recipe)),
         ("KV cache per token, 16 bit", f"{before:,} → {after:,} bytes"),
     ]

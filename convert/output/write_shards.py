@@ -26,8 +26,10 @@ from model.common.files import file_sha256
 from model.common.machine import available_memory
 from model.common.staging import Staging
 
-COPY_PIECE = 64 << 20
-ROWS_PIECE = 8 << 20
+COPY_BYTES = 64 << 20
+"""Maximum bytes that one task copies."""
+ROW_BLOCK_BYTES = 8 << 20
+"""Bytes of rows that are rewritten or scaled at a time."""
 
 Task = Callable[[], int]
 """One piece of work; returns its bytes."""
@@ -187,7 +189,7 @@ class _ShardJob:
             piece = Span(span.path, span.offset + rows.source_row * row_nbytes, rows.n * row_nbytes)
             self._output().copy(name, rows.row * row_nbytes, piece)
             return
-        step = max(1, ROWS_PIECE // row_nbytes)
+        step = max(1, ROW_BLOCK_BYTES // row_nbytes)
         for start in range(0, rows.n, step):
             first, stop = rows.source_row + start, rows.source_row + min(start + step, rows.n)
             self._output().write_rows(name, rows.row + start, self._checkpoint.rows(rows.source, first, stop))
@@ -195,8 +197,8 @@ class _ShardJob:
     def _copies(self) -> Iterator[Task]:
         """Yield copy tasks. Adjacent tensors are joined and long runs cut, so that workers share evenly."""
         for first, span in self._spans():
-            for start in range(0, span.length, COPY_PIECE):
-                piece = Span(span.path, span.offset + start, min(COPY_PIECE, span.length - start))
+            for start in range(0, span.length, COPY_BYTES):
+                piece = Span(span.path, span.offset + start, min(COPY_BYTES, span.length - start))
                 yield partial(self._copy, first, start, piece)
         for name in self._shard.tensors:
             if name not in self._plan.computed and self._checkpoint.span(name) is None:
@@ -223,7 +225,7 @@ class _ShardJob:
     def _rewrite(self, name: str) -> int:
         """Write a tensor that the source stores in another form, a few rows at a time."""
         tensor = self._checkpoint.tensors[name]
-        for start, stop in tensor.row_blocks(ROWS_PIECE):
+        for start, stop in tensor.row_blocks(ROW_BLOCK_BYTES):
             self._output().write_rows(name, start, self._checkpoint.rows(name, start, stop))
         return tensor.nbytes
 
@@ -231,7 +233,7 @@ class _ShardJob:
 def scaled_rows(checkpoint: Checkpoint, output: TensorInfo, scaled: Scaled) -> Iterator[tuple[int, Array]]:
     """Yield a scaled tensor a few rows at a time, each with its first row, in the dtype of `output`."""
     dtype = FLOAT_DTYPES[output.dtype]
-    for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROWS_PIECE):
+    for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROW_BLOCK_BYTES):
         rows = checkpoint.rows(scaled.source, start, stop)
         yield start, round_once(widen(rows).astype(np.float64) * scaled.factor, dtype)
 

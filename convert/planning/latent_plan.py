@@ -4,14 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.calibration_text.text import CalibrationText
 from convert.latent.frequencies import rope_parameters
 from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
-from convert.merging.weights import Real
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.notes import partly_cached
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
@@ -20,12 +18,8 @@ from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, HEAD
-from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.file_names import CONVERSION_RECORD
-
-if TYPE_CHECKING:
-    from convert.calibration.latent_weights import LatentWeights
 
 
 @dataclass(frozen=True)
@@ -50,65 +44,8 @@ class LatentPlan(Plan):
         before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)
         return before, self.sizes.kv_cache_bytes_per_token(geometry.n_layers)
 
-    @property
-    def tags(self) -> list[str]:
-        return ["mla"]
-
-    @property
-    def card_facts(self) -> list[tuple[str, str]]:
-        sizes = self.sizes
-        return [
-            ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
-            ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
-            ("Norm of the latent", f"undone by `{sizes.norm}`"),
-        ]
-
-    @property
-    def what_was_done(self) -> str:
-        quality = (
-            "The model computes what the base model does."
-            if self.is_exact
-            else "This costs quality, which *uptraining* restores: measure before you use it as it is."
-        )
-        dtypes = "" if self.sizes.norm == "bias" else "Open it in bfloat16 or float32: in float16 it computes NaN. "
-        scaled = any(output.scaled and output.scaled.factor != 1 for output in self.computed.values())
-        residual = (
-            "The embedding and the output projections of attention and MLP are scaled, so that\n"
-            f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}; the head is not tied. "
-            if scaled
-            else ""
-        )
-        return (
-            "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
-            f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
-            f"model's, {self.how_copied}. {quality} {dtypes}Do not quantise the latent's\n"
-            "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
-        )
-
-    @property
-    def how_copied(self) -> str:
-        return "rounded to bfloat16" if self.recipe.dtype == "bfloat16" else super().how_copied
-
-    @property
-    def faster(self) -> str:
-        return "--refine 0 takes less"
-
     def added_files(self, checkpoint: Checkpoint) -> dict[str, Path | bytes]:
         return {**super().added_files(checkpoint), **tokenizer_config(checkpoint, self.geometry.attention.family)}
-
-    def _calibrate(
-        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
-    ) -> tuple[str, ...]:
-        from convert.calibration.latent_fit import calibrate_latent  # imported here, because it needs torch
-
-        calibrate_latent(checkpoint, self.conversions, text, folder, advance)
-        return ()
-
-    def weights(self, index: int, tensors: dict[str, Real]) -> "LatentWeights":
-        from convert.calibration.attention_weights import latent_weights  # imported here, because it needs torch
-
-        conversion = self.conversions[index]
-        return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_F)
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""

@@ -4,30 +4,21 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.calibration_text.text import CalibrationText
-from convert.merging.clipping import find_clip
-from convert.merging.layer import LayerMerge, attention_of
+from convert.merging.layer import LayerMerge
 from convert.merging.methods import REPEAT
 from convert.merging.recipe import Recipe
-from convert.merging.weights import Real
 from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
 from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, layer_merges, layer_tensors, regroup
 from model.checkpoint import Checkpoint, Shard
-from model.common.console import Advance
 from model.common.counts import counted
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
-from model.families import find_family
 from model.geometry import Geometry, read_geometry
-
-if TYPE_CHECKING:
-    from convert.layers.runnable_layer import HeadWeights
 
 _TRANSFORMERS_BYTES = 200_000_000
 
@@ -52,59 +43,6 @@ class MergePlan(Plan):
     def kv_cache_bytes(self) -> tuple[int, int]:
         cache = self.geometry.kv_cache_bytes_per_token
         return cache(self.geometry.n_kv_heads), cache(self.n_kv_heads)
-
-    @property
-    def tags(self) -> list[str]:
-        return ["gqa"] if self.n_kv_heads < self.geometry.n_heads else []
-
-    @property
-    def card_facts(self) -> list[tuple[str, str]]:
-        before = f"{self.geometry.n_kv_heads} → " if self.computed else ""
-        return [("K/V heads", f"{before}{self.n_kv_heads} (query heads: {self.geometry.n_heads})")]
-
-    @property
-    def what_was_done(self) -> str:
-        others = f"weights are the base model's, {self.how_copied}."
-        if not self.computed:
-            return f"No heads were merged: the {others}"
-        if self.recipe.method == REPEAT:
-            return (
-                "Each K/V head stands here several times, so that tensor parallelism can divide them; the model "
-                f"computes\nwhat the base model does. All other {others}"
-            )
-        if self.recipe.by_layer:
-            norms = any(merge.norm_tensors for merge in self.conversions)
-            changed = "queries, the norms of queries and keys," if norms else "queries"
-            return (
-                f"The K/V heads of each group were merged, and {changed} and output projections changed so that the "
-                f"group\ncan share them; all other {others} Merging costs quality, which\n*uptraining* restores: "
-                "measure before you use it as it is."
-            )
-        return (
-            "The K/V heads of each group were merged ([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)); all "
-            f"other\n{others} Merging costs much quality, which *uptraining* restores: do\nnot use this model before."
-        )
-
-    @property
-    def faster(self) -> str:
-        return "--method mean takes little longer than copying"
-
-    def _calibrate(
-        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
-    ) -> tuple[str, ...]:
-        from convert.calibration.merge_layers import calibrate_merges  # imported here, because they need torch
-        from convert.calibration.within_clip import calibrate_merges_within_clip
-
-        if find_clip(find_family(checkpoint.config).config):
-            return calibrate_merges_within_clip(checkpoint, self.conversions, text, folder, advance)
-        calibrate_merges(checkpoint, self.conversions, text, folder, advance)
-        return ()
-
-    def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights":
-        from convert.calibration.attention_weights import head_weights  # imported here, because it needs torch
-
-        merge = self.conversions[index]
-        return head_weights(attention_of(tensors, merge, merge.target))
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""

@@ -5,24 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convert.calibration_text.text import CalibrationText
 from convert.merging.layer import LayerConversion
 from convert.merging.recipe import Recipe
-from convert.merging.weights import Real
 from convert.planning.remote_code import Code
 from convert.planning.tensors import OutputTensor
 from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, header_bytes, name_shards
-from model.common import console
-from model.common.console import Advance
 from model.geometry import Geometry
-
-if TYPE_CHECKING:
-    from convert.calibration.latent_weights import LatentWeights
-    from convert.layers.runnable_layer import HeadWeights
 
 MERGE_MEMORY = 256_000_000
 """Maximum bytes of all groups merged at the same time."""
@@ -75,31 +67,6 @@ class Plan(ABC):
     @abstractmethod
     def kv_cache_bytes(self) -> tuple[int, int]:
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
-
-    @property
-    @abstractmethod
-    def tags(self) -> list[str]:
-        """Tags of the output's model card that name its attention."""
-
-    @property
-    @abstractmethod
-    def card_facts(self) -> list[tuple[str, str]]:
-        """Rows of the model card on the output's attention."""
-
-    @property
-    @abstractmethod
-    def what_was_done(self) -> str:
-        """Sentences of the model card on the weights, and on the quality."""
-
-    @property
-    @abstractmethod
-    def faster(self) -> str:
-        """The options that take less time than a calibration, as a clause of a message."""
-
-    @property
-    def how_copied(self) -> str:
-        """How the copied weights compare with the source's."""
-        return "value for value" if self.rewrites else "byte for byte"
 
     @cached_property
     def output_bytes(self) -> int:
@@ -159,28 +126,6 @@ class Plan(ABC):
         """
         return dict(self.code.files) if self.code is not None else {}
 
-    def calibrate(self, checkpoint: Checkpoint, folder: Path, quiet: bool) -> tuple[str, ...]:
-        """Write the converted layers into a folder, if the recipe has a calibration text.
-
-        Returns notes for the user on the result.
-        """
-        text = self.recipe.text
-        if text is None or not self.conversions:
-            return ()
-        total = len(self.conversions) * (text.n_tokens + self.recipe.refine)
-        with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
-            return self._calibrate(checkpoint, text, folder, progress)
-
-    @abstractmethod
-    def _calibrate(
-        self, checkpoint: Checkpoint, text: CalibrationText, folder: Path, advance: Advance
-    ) -> tuple[str, ...]:
-        """Write the converted layers into a folder. Returns notes on the result."""
-
-    @abstractmethod
-    def weights(self, index: int, tensors: dict[str, Real]) -> "HeadWeights | LatentWeights":
-        """Return the attention of one of `conversions`, to run it. `tensors`: the output's, in float64."""
-
     def summary(self, requested_workers: int) -> dict[str, Any]:
         """Return the plan's numbers, for `--dry-run` and `--json`."""
         before, after = self.kv_cache_bytes
@@ -189,8 +134,8 @@ class Plan(ABC):
             "n_heads": self.geometry.n_heads,
             "n_kv_heads_in": self.geometry.n_kv_heads,
             **self.recipe.record,
-            "n_regrouped": len(self.computed),
-            "bytes_regrouped": self.bytes_computed,
+            "n_computed": len(self.computed),
+            "bytes_computed": self.bytes_computed,
             "n_copied": len(self.tensors) - len(self.computed),
             "bytes_copied": self.bytes_copied,
             "output_bytes": self.output_bytes,

@@ -28,7 +28,7 @@ class Findings:
         """The content of `convert verify --json`."""
         return {
             "ok": self.ok,
-            "n_regrouped": self.n_computed,
+            "n_computed": self.n_computed,
             "n_copied": self.n_copied,
             "n_files": self.n_files,
             "rounded": self.rounded,

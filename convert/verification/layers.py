@@ -48,7 +48,10 @@ def recompute_layers(
             f"{gettempdir()} has {size(free)} free, but {size(plan.scratch_bytes)} are needed to run the calibration "
             "again; set TMPDIR to a folder with more free space."
         )
-    plan.calibrate(source, scratch, quiet)
+    if plan.recipe.text is not None and plan.conversions:
+        from convert.calibration.calibrate import calibrate  # imported here, because it needs torch
+
+        calibrate(source, plan.conversions, scratch, quiet)
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 
@@ -90,6 +93,7 @@ def compare_by_errors(
 ) -> None:
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
     from convert.calibration.convert_layers import validation_errors
+    from convert.calibration.float32_weights import converted_weights
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
@@ -98,7 +102,7 @@ def compare_by_errors(
 
     def weights(index: int) -> "list[HeadWeights | LatentWeights]":
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))
-        return [plan.weights(index, tensors) for tensors in wide]
+        return [converted_weights(plan.conversions[index], tensors) for tensors in wide]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)

@@ -18,7 +18,8 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
-_PIECE = 1 << 20
+_COPY_BYTES = 1 << 20
+"""Bytes that are copied at a time outside the kernel."""
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Most bytes of a shard, as in transformers 4."""
 
@@ -92,7 +93,7 @@ def copy_span(span: Span, target: int, offset: int) -> None:
             if in_kernel:
                 n, in_kernel = _kernel_copy(source, target, span.length - done, span.offset + done, offset + done)
             if n == 0:
-                buffer = buffer or memoryview(bytearray(min(span.length, _PIECE)))
+                buffer = buffer or memoryview(bytearray(min(span.length, _COPY_BYTES)))
                 n = os.preadv(source, [buffer[: span.length - done]], span.offset + done)
                 if n == 0:
                     raise OSError(f"{span.path} became shorter while it was read")

@@ -12,7 +12,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.merging.clipping import Largest, scale_into_clip
-from convert.merging.weights import LayerAttention, NormWeights
+from convert.merging.weights import HeadMatrices, NormWeights
 
 FAMILIES = ("mpt", "olmo", "olmoe")
 FIT = ("--groups", 2, "--calibration-tokens", 1024)
@@ -126,7 +126,7 @@ def test_factors_cancel_and_bring_heads_below_their_limits(normed):
     q_HDX[3, 5] *= 90 / abs(q_HDX[3, 5] @ x_X)
     v_GDX[1] *= 20
     norms = NormWeights(rng.normal(size=(4, 6)), rng.normal(size=(2, 6)), 1.0, 1.0, False) if normed else None
-    attention = LayerAttention(q_HDX, k_GDX, v_GDX, o_HMD, 2, norms)
+    attention = HeadMatrices(q_HDX, k_GDX, v_GDX, o_HMD, 2, norms)
 
     def largest_of(attention):
         return Largest(*(abs(heads @ x_X) for heads in (attention.q_HDX, attention.k_KDX, attention.v_KDX)))

@@ -340,7 +340,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2)
     written = sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors"))
     assert plan["output_bytes"] == written
-    assert plan["n_regrouped"] == 4
+    assert plan["n_computed"] == 4
     assert plan["kv_cache_bytes_per_token"] == {"before": 2 * 2 * 8 * 4 * 2, "after": 2 * 2 * 2 * 4 * 2}
     text = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "other", "--groups", 2, "--dry-run").out
     assert "8 → 2" in text

@@ -20,7 +20,7 @@ from convert.merging.moments import (
     relative_output_error,
     split_groups,
 )
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 
 SIZE = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
 
@@ -103,7 +103,7 @@ def test_a_table_has_room_for_four_numbers_of_groups():
 def layer_attention(n_heads=8, n_kv_heads=4):
     rng = np.random.default_rng(0)
     shapes = ((n_heads, 6, 16), (n_kv_heads, 6, 16), (n_kv_heads, 6, 16), (n_heads, 16, 6))
-    return LayerAttention(*map(rng.standard_normal, shapes), n_rotary_pairs=2)
+    return HeadMatrices(*map(rng.standard_normal, shapes), n_rotary_pairs=2)
 
 
 @pytest.mark.parametrize("n_groups", [4, 2, 1])

@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceTrainer
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from convert.calibration.attention_weights import latent_weights
+from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import _most_useful
@@ -158,7 +158,7 @@ def _first_layer(source, tmp_path, sizes=SIZE):
 def test_what_runs_on_the_text_is_the_reference_of_float64(source, tmp_path):
     for checkpoint, layer, work, _ in _first_layer(source, tmp_path):
         fitted = solve(work.read(checkpoint), moments_from_norm(np.ones(64)), work.target)
-        frequencies = work.target.frequencies_F
+        frequencies = work.target.frequencies_C
         x = layer.inputs([0])
         weights = latent_weights(fitted, frequencies)
         actual = (weights.heads_out(x) @ weights.o_MC.T)[0].numpy()
@@ -174,7 +174,7 @@ def test_balancing_scales_both_sides_and_changes_no_output(source, tmp_path):
         fitted.key_RX[[2, 2 + len(fitted.key_RX) // 2]] *= 1000.0
         fitted.o_HMD[0] /= 1000.0
         balanced = fitted.balanced(keep_output=False)
-        x, frequencies = layer.inputs([0])[0].double().numpy(), work.target.frequencies_F
+        x, frequencies = layer.inputs([0])[0].double().numpy(), work.target.frequencies_C
         assert np.array_equal(attend(balanced, x, frequencies), attend(fitted, x, frequencies))
         used = [n for n in range(work.sizes.latent) if n != 3]
         up = np.concatenate([balanced.k_HNL[:, : work.sizes.head_dim], balanced.v_HDL], axis=1)[..., used]
@@ -246,7 +246,7 @@ def test_the_moments_are_those_of_the_definition(source, tmp_path, monkeypatch):
 def test_the_queries_are_the_least_squares_solution(source, tmp_path):
     """Compared with numpy's lstsq of all pairs of one head, each rotated by complex numbers."""
     for checkpoint, layer, work, sums in _first_layer(source, tmp_path):
-        before, channels = work.read(checkpoint), work.target.frequencies_F
+        before, channels = work.read(checkpoint), work.target.frequencies_C
         own = np.array(work.source_rope.frequencies)
         fitted = solve(before, sums.moments(), work.target)
         drawn_keys = list(enumerate(sums.drawn_keys))

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from tiny_tokenizers import make_tokenizer
 
-from convert.planning.merge_plan import MergePlan
+from convert.calibration.calibrate import calibrate
 from convert.planning.notes import notes_of_checkpoint
 from model.families import find_family
 
@@ -123,13 +123,11 @@ def test_notes_come_before_hours_of_calibrating(convert, tmp_path, monkeypatch):
     tiny.edit_config(source, num_query_groups=8)
     note, calibrated = "config.json has num_query_groups = 8", []
 
-    calibrate = MergePlan.calibrate
-
     def announced(*given):
         calibrated.append(sys.stderr.getvalue())
         return calibrate(*given)
 
-    monkeypatch.setattr(MergePlan, "calibrate", announced)
+    monkeypatch.setattr("convert.calibration.calibrate.calibrate", announced)
     given = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--calibration-tokens", 1024)
     shown = convert(*given)
     assert f"Note: {note}" in calibrated[0]

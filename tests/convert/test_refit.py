@@ -9,17 +9,17 @@ import torch
 from convert.calibration import refit_output as refitting
 from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
 from convert.layers.layer_stream import VALIDATION_EVERY
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12
 
 
-def layer(rng) -> LayerAttention:
+def layer(rng) -> HeadMatrices:
     heads = rng.normal(size=(N_HEADS, HEAD_DIM, HIDDEN))
-    return LayerAttention(heads, heads[:1], heads[:1], rng.normal(size=(N_HEADS, HIDDEN, HEAD_DIM)), HEAD_DIM // 2)
+    return HeadMatrices(heads, heads[:1], heads[:1], rng.normal(size=(N_HEADS, HIDDEN, HEAD_DIM)), HEAD_DIM // 2)
 
 
-def projection(attention: LayerAttention) -> np.ndarray:
+def projection(attention: HeadMatrices) -> np.ndarray:
     return np.concatenate(list(attention.o_HMD), axis=1)
 
 

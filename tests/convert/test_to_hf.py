@@ -37,7 +37,7 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
     model = tiny.build(vocab_size=64, num_key_value_heads=n_kv_heads)
     source, out = write(kind, tmp_path, model), tmp_path / "out"
     plan = json.loads(convert("to-hf", source, out, "--dry-run", "--json").out)
-    assert (plan["n_regrouped"], plan["groups"], out.exists()) == (0, n_kv_heads, False)
+    assert (plan["n_computed"], plan["groups"], out.exists()) == (0, n_kv_heads, False)
     result = convert("to-hf", source, out).succeeded()
     assert "The number of K/V heads is unchanged." in result.out
     written, expected = tiny.tensors(out), model.state_dict()

@@ -17,7 +17,6 @@ from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig
 
-from convert.planning.plan import Plan
 from model.common.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -313,7 +312,7 @@ def test_a_damaged_side_file_is_refused_before_hours_of_calibration(convert, tmp
     def calibrate(*arguments):
         raise AssertionError("calibrates")
 
-    monkeypatch.setattr(Plan, "calibrate", calibrate)
+    monkeypatch.setattr("convert.calibration.calibrate.calibrate", calibrate)
     options = ("--latent", 8, "--rope", 8, "--frequencies", "stock", "--calibration-tokens", 1024)
     convert("mha-to-mla", source, tmp_path / "out", *options).refused("tokenizer_config.json: not valid JSON")
 

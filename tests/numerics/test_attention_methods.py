@@ -21,7 +21,7 @@ from convert.merging.moments import (
     relative_output_error,
 )
 from convert.merging.recipe import Recipe
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 
@@ -45,7 +45,7 @@ def with_pairs(rows_NDX: np.ndarray, pairs_NPX: np.ndarray) -> np.ndarray:
     return rows_NDX
 
 
-def scale_pairs(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAttention:
+def scale_pairs(attention: HeadMatrices, factors_KP: np.ndarray) -> HeadMatrices:
     """Multiply each pair of each key by a complex number, and those of its queries so that their products stay.
 
     Nothing else on the rotated dimensions commutes with rotary embeddings.
@@ -56,15 +56,15 @@ def scale_pairs(attention: LayerAttention, factors_KP: np.ndarray) -> LayerAtten
     return replace(attention, q_HDX=with_pairs(attention.q_HDX, q_HPX), k_KDX=with_pairs(attention.k_KDX, k_KPX))
 
 
-def map_values(attention: LayerAttention, maps_KDD: np.ndarray) -> LayerAttention:
+def map_values(attention: HeadMatrices, maps_KDD: np.ndarray) -> HeadMatrices:
     """Apply an invertible map to each value head, and its inverse where the output projection reads it."""
     inverse_HDD = np.repeat(np.linalg.inv(maps_KDD), attention.heads_per_group, axis=0)
     return replace(attention, v_KDX=maps_KDD @ attention.v_KDX, o_HMD=attention.o_HMD @ inverse_HDD)
 
 
-def make(seed: int, n_kv_heads: int = N_HEADS, bias: bool = False) -> LayerAttention:
+def make(seed: int, n_kv_heads: int = N_HEADS, bias: bool = False) -> HeadMatrices:
     rng, x = np.random.default_rng(seed), HIDDEN + bias
-    return LayerAttention(
+    return HeadMatrices(
         q_HDX=rng.normal(size=(N_HEADS, HEAD_DIM, x)),
         k_KDX=rng.normal(size=(n_kv_heads, HEAD_DIM, x)),
         v_KDX=rng.normal(size=(n_kv_heads, HEAD_DIM, x)),
@@ -73,7 +73,7 @@ def make(seed: int, n_kv_heads: int = N_HEADS, bias: bool = False) -> LayerAtten
     )
 
 
-def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.ndarray:
+def output(attention: HeadMatrices, seed: int = 0, n_tokens: int = 9) -> np.ndarray:
     """Return what the layer adds for some tokens, by the textbook: rotary embeddings, causal softmax, projections."""
     x_TX = np.random.default_rng(seed).normal(size=(n_tokens, attention.q_HDX.shape[2])) / 8
     if x_TX.shape[1] > HIDDEN:
@@ -92,7 +92,7 @@ def output(attention: LayerAttention, seed: int = 0, n_tokens: int = 9) -> np.nd
     return np.einsum("hts,hsd,hmd->tm", weights, v_HTD, attention.o_HMD)
 
 
-def difference(one: LayerAttention, other: LayerAttention) -> float:
+def difference(one: HeadMatrices, other: HeadMatrices) -> float:
     return float(np.abs(output(one) - output(other)).max() / output(one).std())
 
 
@@ -121,14 +121,14 @@ def test_a_general_rotation_of_keys_changes_the_output():
     assert difference(attention, rotated) > 0.01
 
 
-def equivalent_mha(few: LayerAttention, rng) -> LayerAttention:
+def equivalent_mha(few: HeadMatrices, rng) -> HeadMatrices:
     """Return the same attention with one K/V head per query head, each mapped differently."""
     n = few.heads_per_group
     many = replace(few, k_KDX=np.repeat(few.k_KDX, n, axis=0), v_KDX=np.repeat(few.v_KDX, n, axis=0))
     return map_values(scale_pairs(many, random_turns(rng, N_HEADS)), random_rotations(rng, N_HEADS))
 
 
-def from_inputs(group: LayerAttention, rng, n_inputs: int = 400) -> Moments:
+def from_inputs(group: HeadMatrices, rng, n_inputs: int = 400) -> Moments:
     """Return a group's moments where inputs are as they come: their directions differ in strength and hang together."""
     x_NX = rng.normal(size=(n_inputs, HIDDEN)) * rng.uniform(0.1, 2, HIDDEN) @ rng.normal(size=(HIDDEN, HIDDEN))
     if group.q_HDX.shape[2] > HIDDEN:

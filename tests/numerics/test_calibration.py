@@ -11,7 +11,7 @@ from equivalent_heads import equivalent_mha, logits
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from convert.calibration import moment_sums
+from convert.calibration import head_moments
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
 from convert.layers import layer_stream
@@ -36,16 +36,16 @@ FAMILIES = [
 def watched(monkeypatch):
     """Look at every query, and at very many keys for each; keep the moments."""
     seen: list[list[Moments]] = []
-    monkeypatch.setattr(moment_sums, "VALUE_QUERIES", 10**6)
-    monkeypatch.setattr(moment_sums, "KEY_QUERIES", 10**6)
-    monkeypatch.setattr(moment_sums, "KEYS_PER_QUERY", 4000)
-    moments = moment_sums.MomentSums.moments
+    monkeypatch.setattr(head_moments, "VALUE_QUERIES", 10**6)
+    monkeypatch.setattr(head_moments, "KEY_QUERIES", 10**6)
+    monkeypatch.setattr(head_moments, "KEYS_PER_GROUP_QUERY", 4000)
+    moments = head_moments.HeadSums.moments
 
     def keep(sums, *rest):
         seen.append(moments(sums, *rest))
         return seen[-1]
 
-    monkeypatch.setattr(moment_sums.MomentSums, "moments", keep)
+    monkeypatch.setattr(head_moments.HeadSums, "moments", keep)
     return seen
 
 
@@ -131,7 +131,7 @@ def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
     n_heads, size, n_keys, n_queries = 8, 4, 40, 5
     cpu, windows = torch.device("cpu"), SimpleNamespace(n_windows=4, window_tokens=n_keys)
     runnable = SimpleNamespace(device=cpu, n_heads=n_heads, n_kv_heads=n_heads, head_dim=size, rotation=None)
-    sums = moment_sums.MomentSums(SimpleNamespace(index=3, runnable=runnable, windows=windows), GROUPS)
+    sums = head_moments.HeadSums(SimpleNamespace(index=3, runnable=runnable, windows=windows), GROUPS)
     generator = torch.Generator().manual_seed(0)
     weights_HST = torch.rand(n_heads, n_queries, n_keys, generator=generator).softmax(-1) * (1 - sink)
     k_KTD = torch.randn(n_heads, n_keys, size, generator=generator)
@@ -140,9 +140,9 @@ def test_keys_of_all_groups_are_drawn_as_those_of_each(sink):
     draws, per_group = torch.Generator().manual_seed(3), n_heads // GROUPS
     for group in range(GROUPS):
         heads = slice(group * per_group, (group + 1) * per_group)
-        shares = moment_sums._among_keys(weights_HST[heads].flatten(0, 1), at_S.repeat(per_group))
+        shares = head_moments._among_keys(weights_HST[heads].flatten(0, 1), at_S.repeat(per_group))
         assert (shares.sum(dim=1) - 1).abs().max() < 1e-6
-        drawn = torch.multinomial(shares, moment_sums.KEYS_PER_QUERY, replacement=True, generator=draws)
+        drawn = torch.multinomial(shares, head_moments.KEYS_PER_GROUP_QUERY, replacement=True, generator=draws)
         keys = k_KTD[heads].transpose(0, 1).flatten(1)
         apart = (keys[drawn] - (shares @ keys)[:, None]).flatten(0, 1)
         assert torch.equal(sums._keys_GFF[group], (apart.T @ apart).double() / len(apart))

@@ -18,7 +18,7 @@ from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_pair_indices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
-from convert.merging.weights import LayerAttention
+from convert.merging.weights import HeadMatrices
 
 LARGEST_DIFFERENCE, LARGEST_DIVERGENCE = 1e-4, 1e-10
 BY_WEIGHTS = ("--calibration", "none")
@@ -213,7 +213,7 @@ ROPE = SourceRope(tuple(10000.0 ** (-p / 4) for p in range(4)), 1.0, 10000.0, Tr
 def _random_attention(n_kv_heads):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((n, 8, 32)) for n in (4, n_kv_heads, n_kv_heads))
-    return LayerAttention(q, k, v, rng.standard_normal((4, 32, 8)), 4)
+    return HeadMatrices(q, k, v, rng.standard_normal((4, 32, 8)), 4)
 
 
 def test_what_is_written_is_the_reference_of_float64(tmp_path):

@@ -13,11 +13,11 @@ from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
-from convert.calibration.attention_weights import head_weights
+from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
-from convert.layers import layer_stream, transformers_layers
-from convert.layers.transformers_layers import TransformersLayers
+from convert.layers import layer_stream, transformers_model_layers
+from convert.layers.transformers_model_layers import TransformersModelLayers
 from convert.merging.layer import read_attention
 from convert.merging.layer_file import load_layer
 from convert.merging.recipe import Recipe
@@ -143,7 +143,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
     model, folder = build(family, tmp_path / "source", **changes)
     plain = Plain(model, family)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
-        layers = TransformersLayers(checkpoint, LENGTH)
+        layers = TransformersModelLayers(checkpoint, LENGTH)
         plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):
@@ -183,7 +183,7 @@ def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
 
 def merged(tmp_path, monkeypatch, use_class):
     if use_class:
-        monkeypatch.setattr(layer_stream, "open_layers", TransformersLayers)
+        monkeypatch.setattr(layer_stream, "open_layers", TransformersModelLayers)
     folder, place = tmp_path / "source", tmp_path / f"merged-{use_class}"
     with open_checkpoint(folder) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
@@ -234,13 +234,15 @@ def test_a_llama_that_the_native_decoder_does_not_run_is_fitted_in_its_class(con
 def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     _, folder = build("glm", tmp_path / "source")
     with open_checkpoint(folder) as checkpoint:
-        geometry = transformers_layers.read_geometry(checkpoint)
+        geometry = transformers_model_layers.read_geometry(checkpoint)
         family = geometry.attention.family
         halves = replace(family, positions=replace(family.positions, rotary_pairing="half"))
         wrong = replace(geometry.attention, family=halves)
-        monkeypatch.setattr(transformers_layers, "read_geometry", lambda checkpoint: replace(geometry, attention=wrong))
+        monkeypatch.setattr(
+            transformers_model_layers, "read_geometry", lambda checkpoint: replace(geometry, attention=wrong)
+        )
         with pytest.raises(CheckpointError, match="rotates queries and keys differently"):
-            TransformersLayers(checkpoint, LENGTH).check()
+            TransformersModelLayers(checkpoint, LENGTH).check()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,7 @@ def test_a_class_that_attends_otherwise_is_refused(tmp_path, monkeypatch):
     _, folder = build("mpt", tmp_path / "source")
     monkeypatch.setattr(observed_attention, "_FROM_INPUTS", {"mpt": without_alibi})
     with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="computes attention differently"):
-        TransformersLayers(checkpoint, LENGTH).check()
+        TransformersModelLayers(checkpoint, LENGTH).check()
 
 
 def test_windows_are_no_longer_than_mpts_context(convert, tmp_path):
@@ -331,7 +333,7 @@ def test_mpts_bias_of_a_long_context_is_not_made(tmp_path):
     for context in (LENGTH, 2_000_000_000):
         tiny.edit_config(folder, max_seq_len=context)
         with open_checkpoint(folder) as checkpoint, torch.no_grad():
-            layers = TransformersLayers(checkpoint, LENGTH)
+            layers = TransformersModelLayers(checkpoint, LENGTH)
             results.append(layers.load(0).run(layers.embed(IDS), lambda heads: None)[1])
     assert torch.equal(*results)
 
@@ -344,7 +346,7 @@ def test_a_padding_token_changes_nothing(tmp_path, family):
     for pad_token_id in (None, 60):
         tiny.edit_config(folder, pad_token_id=pad_token_id)
         with open_checkpoint(folder) as checkpoint, torch.no_grad():
-            layers = TransformersLayers(checkpoint, LENGTH)
+            layers = TransformersModelLayers(checkpoint, LENGTH)
             layers.check()
             seen.append(layers.embed(IDS))
     assert torch.equal(*seen)
@@ -371,6 +373,6 @@ def test_a_wrapper_that_ties_the_head_alone_generates_by_a_stored_one(tmp_path, 
         save_file({**tensors, **added}, folder / "model.safetensors", metadata={"format": "pt"})
         whole = tiny.model_class(family).from_pretrained(folder, dtype=torch.float32)
         with open_checkpoint(folder) as checkpoint, torch.no_grad():
-            outputs.append(TransformersLayers(checkpoint, LENGTH).load_whole()(IDS).logits)
+            outputs.append(TransformersModelLayers(checkpoint, LENGTH).load_whole()(IDS).logits)
             torch.testing.assert_close(outputs[-1], whole(input_ids=IDS).logits, rtol=0, atol=1e-6)
     assert not torch.equal(*outputs)

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
 
-from convert.calibration.attention_weights import head_weights
-from convert.layers.t5_layers import T5Layers
+from convert.calibration.float32_weights import head_weights
+from convert.layers.t5_layers import T5ModelLayers
 from convert.merging.layer import read_attention
 from convert.merging.recipe import Recipe
 from convert.planning.merge_plan import make_merge_plan
@@ -61,7 +61,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     folder = tiny.save(make(**changes), tmp_path / "source")
     parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
-        layers = T5Layers(checkpoint, LENGTH)
+        layers = T5ModelLayers(checkpoint, LENGTH)
         merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).conversions
         assert len(merges) == layers.n_layers == len(parts)
         states_BTM = layers.embed(IDS)

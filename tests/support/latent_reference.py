@@ -1,6 +1,6 @@
 """Latent attention in float64, by the definition.
 
-Letters: T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, F their pairs, L numbers of
+Letters: T tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, P their pairs, L numbers of
 the latent, D dimensions of a value head, X inputs (the hidden size), M outputs.
 """
 
@@ -10,15 +10,15 @@ from convert.latent.matrices import LatentMatrices
 from convert.merging.weights import Real
 
 
-def attend(attention: LatentMatrices, x_TX: Real, frequencies_F: Real) -> Real:
-    """Return the attention's output for one text, [T, M]. `frequencies_F`: of the R/2 rotated pairs."""
-    n_tokens, n_pairs = len(x_TX), len(frequencies_F)
-    angles_TF = np.outer(np.arange(n_tokens), frequencies_F)
+def attend(attention: LatentMatrices, x_TX: Real, frequencies_P: Real) -> Real:
+    """Return the attention's output for one text, [T, M]. `frequencies_P`: of the R/2 rotated pairs."""
+    n_tokens, n_pairs = len(x_TX), len(frequencies_P)
+    angles_TP = np.outer(np.arange(n_tokens), frequencies_P)
 
     def rotated(heads_TR: Real) -> Real:
-        a_TF, b_TF = heads_TR[..., :n_pairs], heads_TR[..., n_pairs:]
-        cos_TF, sin_TF = np.cos(angles_TF), np.sin(angles_TF)
-        return np.concatenate([a_TF * cos_TF - b_TF * sin_TF, b_TF * cos_TF + a_TF * sin_TF], axis=-1)
+        a_TP, b_TP = heads_TR[..., :n_pairs], heads_TR[..., n_pairs:]
+        cos_TP, sin_TP = np.cos(angles_TP), np.sin(angles_TP)
+        return np.concatenate([a_TP * cos_TP - b_TP * sin_TP, b_TP * cos_TP + a_TP * sin_TP], axis=-1)
 
     latent_TL, key_TR = x_TX @ attention.latent_LX.T, rotated(x_TX @ attention.key_RX.T)
     out_TM = np.zeros((n_tokens, attention.o_HMD.shape[1]))

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convert.layers.layer_stream import Layer
+from convert.calibration.query_draws import QueryDraws
+from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadStates
 from convert.merging.moments import Moments
 from model.decoder.devices import float64_device, to_float64
@@ -17,8 +18,8 @@ from model.decoder.rope import rotate_first
 
 KEY_QUERIES = 4096
 """Queries sampled per group for the key moments, over the whole text."""
-KEYS_PER_QUERY = 64
-"""Keys drawn for each of them. They serve all heads of a group; `input_moments` draws fewer, for each head anew."""
+KEYS_PER_GROUP_QUERY = 64
+"""Keys drawn for each of them. Each serves all key heads of the group."""
 VALUE_QUERIES = 2048
 """Queries sampled per head for the value moments, over the whole text."""
 _DRAWN_VALUES = 1 << 22
@@ -27,13 +28,10 @@ _ROUNDING = 1e-3
 """How far a sum of attention weights may be from 1 without an attention sink."""
 
 
-class MomentSums:
-    """The second moments of a layer's heads, summed over windows in float64.
+class HeadSums:
+    """The second moments of a layer's heads, summed over windows in float64."""
 
-    Queries and keys are drawn on the CPU, so that the draws do not depend on the layer's device.
-    """
-
-    def __init__(self, layer: Layer, n_kv_heads: int, raw_keys: bool = False) -> None:
+    def __init__(self, layer: CalibrationLayer, n_kv_heads: int, raw_keys: bool = False) -> None:
         runnable = layer.runnable
         self._layer, self._n_groups = layer, n_kv_heads
         self._size = runnable.head_dim
@@ -45,14 +43,12 @@ class MomentSums:
         self._raw_keys_GFF = zeros.clone() if raw_keys else None
         self._scales_2K = zeros.new_zeros(2, runnable.n_kv_heads)
         self._queries_HDD = zeros.new_zeros(runnable.n_heads, runnable.head_dim, runnable.head_dim)
-        self._rng = np.random.default_rng(layer.index)
-        self._draws = torch.Generator().manual_seed(layer.index)
-        per_window = self._heads_per_group * layer.windows.n_windows
-        self._queries = min(-(-VALUE_QUERIES // layer.windows.n_windows), layer.windows.window_tokens)
-        self._key_queries = min(-(-KEY_QUERIES // per_window), self._queries)
+        self._draws = QueryDraws(layer, VALUE_QUERIES)
+        key_queries = -(-KEY_QUERIES // (self._heads_per_group * layer.windows.n_windows))
+        self._key_queries = min(key_queries, self._draws.per_window)
 
     def add(self, heads: HeadStates) -> None:
-        """Add a batch of windows."""
+        """Add a batch of windows. Call it in the order of `CalibrationWindows.batches`, as `layer.run` does."""
         runnable, rotated_k_BTKD = self._layer.runnable, heads.rotated_k_BTKD
         q_HND = to_float64(heads.q_BTHD.flatten(0, 1).transpose(0, 1))
         self._queries_HDD += q_HND.mT @ q_HND
@@ -62,11 +58,8 @@ class MomentSums:
             keys_GNF = self._grouped(runnable.unrotated(rotated_k_BTKD).flatten(0, 1).transpose(0, 1))
             self._raw_keys_GFF += to_float64(keys_GNF.mT @ keys_GNF)
         for window, q_THD in enumerate(heads.rotated_q_BTHD):
-            drawn = self._rng.permutation(len(q_THD))[: self._queries]
-            at_S = torch.from_numpy(drawn).to(runnable.device)
+            at_S, weights_HST = self._draws.queries(q_THD, rotated_k_BTKD[window])
             k_KTD, v_KTD = rotated_k_BTKD[window].transpose(0, 1), heads.v_BTKD[window].transpose(0, 1)
-            q_HSD = q_THD[at_S].transpose(0, 1)
-            weights_HST = runnable.attention_weights(q_HSD, k_KTD, at_S)
             self._add_values(weights_HST, v_KTD)
             at_S = at_S[: self._key_queries]
             self._add_keys(weights_HST[:, : len(at_S)], k_KTD, at_S)
@@ -85,16 +78,16 @@ class MomentSums:
         """Accumulate the attention-weighted covariance of keys rotated to the query's position."""
         n_keys, at_N = k_KTD.shape[1], at_S.repeat(self._heads_per_group)
         weights_QT = _among_keys(weights_HST.reshape(-1, n_keys), at_N.repeat(self._n_groups))
-        drawn_QC = torch.multinomial(weights_QT.cpu(), KEYS_PER_QUERY, replacement=True, generator=self._draws)
+        drawn_QC = self._draws.keys(weights_QT, KEYS_PER_GROUP_QUERY)
         groups = (each.view(self._n_groups, len(at_N), -1) for each in (weights_QT, drawn_QC.to(k_KTD.device)))
         keys_GTF = self._grouped(k_KTD)
         for group, (weights_NT, drawn_NC, keys_TF) in enumerate(zip(*groups, keys_GTF, strict=True)):
             mean_NF = weights_NT @ keys_TF
-            step = max(1, _DRAWN_VALUES // (KEYS_PER_QUERY * keys_TF.shape[1]))
+            step = max(1, _DRAWN_VALUES // (KEYS_PER_GROUP_QUERY * keys_TF.shape[1]))
             for part in (slice(start, start + step) for start in range(0, len(at_N), step)):
                 centred_NCF = keys_TF[drawn_NC[part]] - mean_NF[part, None]
                 rotated_PF = self._rotated_back(centred_NCF, at_N[part]).flatten(0, 1)
-                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_PER_QUERY)
+                self._keys_GFF[group] += to_float64(rotated_PF.mT @ rotated_PF) / (len(at_N) * KEYS_PER_GROUP_QUERY)
 
     def _add_key_scales(self, k_BTKD: Tensor, scales_BTK: Tensor) -> None:
         """Accumulate the two sums of a least-squares fit of the keys by the keys without their scales."""

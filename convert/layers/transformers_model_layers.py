@@ -28,7 +28,7 @@ from model.geometry import check_class_settings, read_geometry
 from model.language_model import ties_head
 
 
-class TransformersLayers(ModelLayers):
+class TransformersModelLayers(ModelLayers):
     """The layers of a model, run by its class. Raises CheckpointError for one that cannot be run so."""
 
     def __init__(self, checkpoint: Checkpoint, length: int, device: str = "cpu") -> None:
