@@ -57,13 +57,13 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
         _check_unchanged(checkpoint)
         plan = _with_generated_text(checkpoint, plan, staging, quiet)
         plan = _with_pair_indices(checkpoint, plan, staging, quiet)
-        plan = _calibrate(checkpoint, plan, staging, quiet)
+        notes = _calibrate(checkpoint, plan, staging, quiet)
         with console.progress_bar("Converting", total_bytes(checkpoint, plan), quiet) as progress:
             write_shards(checkpoint, plan, staging, workers, progress)
         _check_unchanged(checkpoint)
-        record = _write_side_files(checkpoint, plan, staging)
+        record = _write_side_files(checkpoint, plan, staging)  # without `notes`, which verifying may not find again
         staging.publish()
-    return plan, record
+    return replace(plan, notes=(*plan.notes, *notes)), record
 
 
 def _check_unchanged(checkpoint: Checkpoint) -> None:
@@ -122,14 +122,13 @@ def _with_pair_indices(checkpoint: Checkpoint, plan: Plan, staging: Staging, qui
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 
-def _calibrate(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
-    """Write the layers that a text converts into the scratch folder. Return the plan with notes on the result."""
+def _calibrate(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> tuple[str, ...]:
+    """Write the layers that a text converts into the scratch folder. Return notes on the result."""
     if plan.recipe.text is None or not plan.conversions:
-        return plan
+        return ()
     from convert.calibration.calibrate import calibrate  # imported here, because it needs torch
 
-    notes = calibrate(checkpoint, plan.conversions, staging.scratch, quiet)
-    return replace(plan, notes=(*plan.notes, *notes))
+    return calibrate(checkpoint, plan.conversions, staging.scratch, quiet)
 
 
 def _check_side_files(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from convert.calibration.query_draws import QueryDraws
 from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadStates
 from convert.merging.moments import Moments
+from model.common.errors import CheckpointError
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import rotate_first
 
@@ -103,17 +104,29 @@ class HeadSums:
         return (products_K / powers_K).nan_to_num(1.0).numpy() if powers_K.any() else None
 
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
-        """Rotate keys from their own positions to their distances from the query."""
-        if self._layer.runnable.rotation is None:
+        """Rotate keys from their own positions to their distances from the query.
+
+        RoPE's length, which the keys already have, is applied again in place of the queries': a merge maps queries
+        before RoPE, so their moments are those without it.
+        """
+        runnable = self._layer.runnable
+        if runnable.rotation is None:
             return keys_NCF
-        cos_TR, sin_TR = self._layer.runnable.rotation
+        cos_TR, sin_TR = runnable.rotation
         heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
-        return rotate_first(heads_NCKD, cos_TR[at_N][:, None, None], -sin_TR[at_N][:, None, None]).flatten(2)
+        rotated_NCKD = rotate_first(heads_NCKD, cos_TR[at_N][:, None, None], -sin_TR[at_N][:, None, None])
+        return runnable.lengthen(rotated_NCKD, runnable.rotation_length).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""
         n_windows = self._layer.windows.n_windows
         queries_HDD = self._queries_HDD.cpu().numpy() / (n_windows * self._layer.windows.window_tokens)
+        for sums in (self._keys_GFF, self._values_GFF, self._queries_HDD):
+            if not sums.isfinite().all():
+                raise CheckpointError(
+                    f"the queries, keys or values of layer {self._layer.index} are so large that their squares are "
+                    "infinite; use --method mean."
+                )
         for sums_GFF in (self._keys_GFF, self._values_GFF):
             sums_GFF /= n_windows  # in place: with one group they are large
         if self._raw_keys_GFF is not None:

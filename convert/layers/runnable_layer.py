@@ -68,6 +68,8 @@ class RunnableLayer(ABC):
     head_dim: int
     rotation: tuple[Tensor, Tensor] | None
     """Cosines and sines [T, R] of the first R dimensions of a head, dimension i with i + R/2; None for no rotation."""
+    rotation_length: float = 1.0
+    """The factor by which the model lengthens rotated dimensions beside `rotation` (RoPE's `attention_scaling`)."""
     output_bias: Tensor | None
     """The bias of the output projection, [M]."""
     clip: float | None = None
@@ -107,7 +109,14 @@ class RunnableLayer(ABC):
         if self.rotation is None:
             return heads_BTHD
         cos_TR, sin_TR = self.rotation
-        return rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
+        return self.lengthen(rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None]), 1 / self.rotation_length)
+
+    def lengthen(self, heads_BTHD: Tensor, factor: float) -> Tensor:
+        """Multiply the rotated dimensions of heads."""
+        if self.rotation is None or factor == 1:
+            return heads_BTHD
+        n_rotated = self.rotation[0].shape[1]
+        return torch.cat([heads_BTHD[..., :n_rotated] * factor, heads_BTHD[..., n_rotated:]], dim=-1)
 
     def check_finite(self, *tensors: Tensor) -> None:
         """Raise CheckpointError if a tensor holds NaN or infinity."""

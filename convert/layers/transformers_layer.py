@@ -218,6 +218,8 @@ class TransformersLayer(ObservedLayer):
             step = 2 if torch.equal(cos_TR[:, 0::2], cos_TR[:, 1::2]) and n_pairs > 1 else 1
             cos_TR, sin_TR = (x[:, ::step][:, :n_pairs] for x in (cos_TR, sin_TR))
         length_TR = torch.hypot(cos_TR, sin_TR)
+        norms = self._norms
+        self.rotation_length = 1.0 if norms is not None and norms.after_rotation else float(length_TR.mean())
         sign = -1 if self._rotates_back else 1
         return (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
 
@@ -271,12 +273,7 @@ class TransformersLayer(ObservedLayer):
         """Raise CheckpointError unless the class rotates queries and keys as `rotation` says."""
         for kind in KINDS[:2]:
             ours, expected = self.unrotated(self._heads_of(rotated, kind)), self._heads_of(plain, kind)
-            first = slice(0, self._n_rotated)
-            # A rotary embedding may also scale the rotated dimensions (`attention_scaling`).
-            power = expected[..., first].square().sum().clamp(min=1e-30)
-            scaled = expected.clone()
-            scaled[..., first] *= (ours * expected)[..., first].sum() / power
-            if _relative_error(ours, scaled) > _ROTATION_ERROR:
+            if _relative_error(ours, expected) > _ROTATION_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class rotates queries and keys differently from what Groupwise "
                     "knows of this model_type; use --method mean."

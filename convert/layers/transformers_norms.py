@@ -19,7 +19,7 @@ class TransformersNorms:
     """
 
     def __init__(self, attention: Any, norms: HeadNorms, order_D: Tensor, n_rotary_pairs: int) -> None:
-        self._norms, self._back = norms, torch.argsort(order_D)
+        self._norms, self._back, self.after_rotation = norms, torch.argsort(order_D), norms.after_rotation
         self.weights: dict[Kind, Tensor] = {}
         self._factors: dict[Kind, Tensor | None] = {"q": None, "k": None}
         """The factors of observed heads, in half-split order."""

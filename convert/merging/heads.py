@@ -110,7 +110,11 @@ def compare_heads(heads_HF: Array, name: str) -> tuple[NDArray[np.float64], floa
     unit_H = 1 / np.where(norms_H > 0, norms_H, 1)  # a head of zeros stays zero
     square = 0.0
     for block_HF in _blocks(heads_HF):
-        sum_F = np.einsum("hf,h->f", block_HF, unit_H.astype(block_HF.dtype))
+        with np.errstate(over="ignore"):
+            factors_H = unit_H.astype(block_HF.dtype)
+        if not np.isfinite(factors_H).all():  # a head so short that float32 cannot hold 1 / norm
+            factors_H = unit_H
+        sum_F = np.einsum("hf,h->f", block_HF, factors_H)
         square += float(np.einsum("f,f->", sum_F, sum_F))
     # |Σ u|² = Σ |u|² + 2 Σ_{i<j} u_i·u_j, and there are n (n - 1) / 2 pairs.
     return norms_H, (square - np.count_nonzero(norms_H)) / (n * (n - 1))

@@ -88,6 +88,7 @@ def test_what_the_clip_cuts_of_a_merge_is_counted(convert, tmp_path):
     n_values = 2 * 1024 * (8 + 2 + 2) * 16
     assert note.startswith("clip_qkv = ")
     assert note.endswith(f" of {n_values:,} values of the merged layers on the calibration text.")
+    convert("verify", folder, tmp_path / "out").succeeded()
 
 
 def test_a_clip_that_takes_effect_in_a_later_layer_is_refused(convert, tmp_path):

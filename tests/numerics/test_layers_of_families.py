@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from equivalent_heads import INTERLEAVED, SHARES
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM
 
 from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import calibrate_merges
@@ -156,14 +157,13 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             assert n_rotated == (0 if layer.rotation is None else layer.rotation[0].shape[1])
             q, k, v = plain.heads(index, layer.head_dim)
             seen_k = seen[0].rotated_k_BTKD
-            if layer.rotation is not None:
-                cos_TR, sin_TR = layer.rotation
-                seen_k = rotate_first(seen_k, cos_TR[:, None], -sin_TR[:, None])
             # gpt-oss uses YaRN, which makes queries and keys longer as it rotates them.
-            longer = float(seen_k.norm() / k.norm())
-            assert longer == pytest.approx(1.0, abs=1e-5) or family == "gpt_oss"
-            assert_close(seen[0].q_BTHD, longer * half_split(q, family, n_rotated))
-            assert_close(seen_k, longer * half_split(k, family, n_rotated))
+            assert (layer.rotation_length > 1.2) == (family == "gpt_oss")
+            if layer.rotation is not None:
+                cos_TR, sin_TR = (x / layer.rotation_length for x in layer.rotation)
+                seen_k = rotate_first(seen_k, cos_TR[:, None], -sin_TR[:, None])
+            assert_close(seen[0].q_BTHD, half_split(q, family, n_rotated))
+            assert_close(seen_k, half_split(k, family, n_rotated))
             assert_close(seen[0].v_BTKD, v)
             q_HTD, k_KTD = (x[0].transpose(0, 1) for x in (seen[0].rotated_q_BTHD, seen[0].rotated_k_BTKD))
             weights_HST = layer.attention_weights(q_HTD, k_KTD, torch.arange(LENGTH))
@@ -229,6 +229,52 @@ def test_a_llama_that_the_native_decoder_does_not_run_is_fitted_in_its_class(con
         ).succeeded()
         assert json.loads((out / "groupwise.json").read_text())["method"] == "fit"
         convert("verify", source, out).succeeded()
+
+
+def test_fit_knows_that_longrope_lengthens_rotated_dimensions(convert, tmp_path):
+    """A model whose projections lengthen them in RoPE's place computes the same, before and after the merge."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6,
+        "long_factor": [1.0] * 6, "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    sizes = {"vocab_size": 300, "hidden_size": 128, "max_position_embeddings": 4096, "initializer_range": 0.2}
+    by_rope = tiny.build("phi3", **sizes, rope_parameters=scaling, original_max_position_embeddings=128)
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    by_weights = tiny.build("phi3", **sizes, rope_parameters=plain)
+    by_weights.load_state_dict(by_rope.state_dict())
+    length = by_rope.model.rotary_emb.attention_scaling
+    assert length > 1.3
+    for layer in by_weights.model.layers:
+        heads = layer.self_attn.qkv_proj.weight.data.view(-1, 16, 128)
+        heads[: 2 * tiny.N_HEADS, :12] *= length  # of queries and keys
+    ids = torch.randint(300, (4, 64), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for name, model in (("rope", by_rope), ("weights", by_weights)):
+        folder = make_tokenizer(tiny.save(model, tmp_path / name), 300)
+        out = tmp_path / f"{name}-out"
+        options = ("--groups", 2, "--method", "fit", "--calibration-tokens", 4096)
+        convert("mha-to-gqa", folder, out, *options).succeeded()
+        merged = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+        with torch.inference_mode():
+            logits.append((model(ids, use_cache=False).logits, merged(ids, use_cache=False).logits))
+    (before, after), (same_before, same_after) = logits
+    assert (before - same_before).norm() < 1e-5 * before.norm()
+    assert (after - same_after).norm() < 0.01 * (after - before).norm()
+
+
+def test_keys_of_which_float32_cannot_hold_the_squares_are_refused(convert, tmp_path):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
+    tensors = tiny.tensors(folder)
+    for name in tensors:
+        if "k_proj" in name:
+            tensors[name] *= 1e20
+        if "q_proj" in name:
+            tensors[name] *= 1e-20
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    options = ("--groups", 2, "--method", "fit", "--calibration-tokens", 1024)
+    convert("mha-to-gqa", folder, tmp_path / "out", *options).refused(
+        "keys or values of layer 0 are so large that their squares are infinite; use --method mean"
+    )
 
 
 def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
