@@ -22,7 +22,7 @@ from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.decoder_layers import layer_class_names
-from uptrain.models.load import build_meta, load_evaluated, load_teacher
+from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.checks import (
@@ -72,7 +72,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     for each in filter(None, (options.model, options.teacher)):  # before texts are tokenised
         with prefix_path(each):
-            check_packing(build_meta(each), seq_len)
+            check_packing(build_meta_from_folder(each), seq_len)
     config = read_language_config(options.model)
     warnings = [context_warning(config, seq_len), text_only_warning(config, trained=False)]
     if options.teacher is not None:

@@ -43,7 +43,7 @@ from uptrain.data.teacher_logits import (
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.models.casting_layers import use_float32_states
-from uptrain.models.load import build_meta, load_teacher
+from uptrain.models.load import build_meta_from_folder, load_teacher
 from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.logits import chunk_logits, micro_batch_without_gradients, tokens_per_chunk
@@ -122,7 +122,7 @@ def _publish(manifest: LogitsManifest, staging: Staging) -> None:
 
 def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
-    model = build_meta(options.model)
+    model = build_meta_from_folder(options.model)
     vocab_size = len(model.head_weight)
     try:
         check_tokenizer(cache.manifest.tokenizer_sha256, options.data, options.model)

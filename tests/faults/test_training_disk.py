@@ -260,7 +260,7 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
     saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
     # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
-    monkeypatch.setattr(store, "SPARE", 0)
+    monkeypatch.setattr(store, "FREE_SPACE_FACTOR", 0)
     # It saves each step, keeps the last two and the one before the decay, and writes another.
     assert "Warning: a checkpoint takes about" not in start("enough", 4.25 * sum(saved))
     assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 3.8 * sum(saved))

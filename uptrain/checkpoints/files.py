@@ -26,9 +26,9 @@ TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 DEFAULT_KEEP_LAST = 2
-SPARE = 1.2
+FREE_SPACE_FACTOR = 1.2
 """Free space that a save requires, relative to the size of the last checkpoint."""
-CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + SPARE
+CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + FREE_SPACE_FACTOR
 """Room that a run needs, in checkpoints: the last ones, the one before the decay, and the one that it saves."""
 CheckpointState = dict[str, Any]
 """Content of state.json."""

@@ -24,8 +24,8 @@ from model.common.errors import InputError, RunError
 from model.common.files import sync_file, sync_folder
 from model.common.read_files import leads_outside
 from uptrain.checkpoints.files import (
+    FREE_SPACE_FACTOR,
     MANIFEST,
-    SPARE,
     STATE,
     TENSORS,
     CheckpointState,
@@ -139,7 +139,8 @@ class CheckpointStore:
             return
         shutil.rmtree(unfinished, ignore_errors=True)
         last = list(list_checkpoints(self.folder).values())[-1:]
-        required = SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        last_bytes = sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        required = FREE_SPACE_FACTOR * last_bytes
         free = shutil.disk_usage(self.folder).free
         if free < required:
             raise SaveError(f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}")

@@ -27,6 +27,7 @@ from uptrain.commands.options import (
     seq_len_option,
     trainable_option,
 )
+from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
@@ -44,7 +45,6 @@ KINDS = {
     "logits": "logits",
 }
 """Kinds of memory, and their rows in the table."""
-REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process"
 
 
 @click.command("plan")

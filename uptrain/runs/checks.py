@@ -21,7 +21,7 @@ from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import wants_sharding
 from uptrain.models.decoder_layers import layer_class_names
-from uptrain.models.load import build_meta, build_meta_from_config, choose_part, tensor_shapes
+from uptrain.models.load import build_meta_from_config, build_meta_from_folder, choose_part, tensor_shapes
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.runs.fingerprints import model_sha256
@@ -44,7 +44,7 @@ def check_models(
     check_lm_heads(folders)
     if model:
         check_exportable(model, trainable)
-    models = [build_meta(folder) for folder in folders]
+    models = [build_meta_from_folder(folder) for folder in folders]
     for folder, each in zip(folders, models, strict=True):
         for seq_len in seq_lens:
             with prefix_path(folder):

@@ -32,7 +32,7 @@ from model.common.files import replace_file
 from model.common.processes import pid_namespace, process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
-from uptrain.checkpoints.files import SPARE, list_checkpoints
+from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
@@ -116,7 +116,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         if changes:
             on_main(accelerator, lambda: replace_file(folder / RUN_JSON, json_text(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
-        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
+        on_main(accelerator, lambda: check_same(settings, run.fingerprints, with_model=checkpoint is None))
         saved_step = NO_STEP if checkpoint is None else checkpoint.state["step"]
         loop = (accelerator, folder, checkpoints, deadline, without_errors(show), saved_step)
         with device_errors_as_run_error(accelerator):
@@ -217,7 +217,7 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
     others = min(settings.keep_last, (settings.steps - 1) // settings.save_every) + (settings.schedule == "wsd")
-    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + SPARE)
+    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + FREE_SPACE_FACTOR)
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return None
