@@ -15,7 +15,7 @@ from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
 if TYPE_CHECKING:
-    from uptrain.data.prepare.quotas import MachineShard
+    from uptrain.machine_shards import MachineShard
 
 
 def _find_in_cache(path: Path) -> Path | None:
@@ -71,7 +71,7 @@ def count_option(name: str, help: str) -> Callable[[Command], Command]:
 
 def parse_machine_shard(text: str) -> "MachineShard":
     """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
-    from uptrain.data.prepare.quotas import MachineShard
+    from uptrain.machine_shards import MachineShard
 
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):

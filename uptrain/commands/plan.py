@@ -119,7 +119,9 @@ def _check_inputs(
         return []
     if find_spec("torch") is None:
         return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
-    from uptrain.runs.checks import check_is_not_student, check_models, check_teachers_tokenizer, check_tokenizer
+    from uptrain.data.checks import check_tokenizer
+    from uptrain.models.checks import check_models, check_teachers_tokenizer
+    from uptrain.runs.checks import check_is_not_student
 
     if data is not None:
         check_tokenizer(sha256, data, model)

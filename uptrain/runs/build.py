@@ -9,12 +9,14 @@ from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import LanguageModel
 from uptrain.checkpoints.store import CheckpointStore
+from uptrain.data.checks import check_caches
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
 from uptrain.models.casting_layers import set_state_dtype, use_float32_states
+from uptrain.models.checks import check_exportable, check_packing
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
 from uptrain.models.load import (
     load_student,
@@ -27,7 +29,7 @@ from uptrain.models.load import (
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
 from uptrain.models.vocabularies import check_same_vocab_size
-from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
+from uptrain.runs.checks import check_teacher_logits
 from uptrain.runs.progress import ProgressSink
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import NO_STEP, Training
