@@ -65,7 +65,9 @@ KINDS = {
 @trainable_option
 @lora_rank_option
 @optimizer_option
-@micro_batch_option("as many as make 8192 tokens, at most its part of a step")
+@micro_batch_option(
+    "Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a step]"
+)
 @click.option(
     "--memory",
     type=SizeType(least=10**4),
