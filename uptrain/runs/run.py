@@ -118,12 +118,12 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.fingerprints, with_model=checkpoint is None))
         saved_step = NO_STEP if checkpoint is None else checkpoint.state["step"]
-        loop = (accelerator, folder, checkpoints, deadline, without_errors(show), saved_step)
+        common = (accelerator, folder, checkpoints, deadline, without_errors(show), saved_step)
         with device_errors_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, *loop)
+                training = build_initial(settings, folder / MODEL, *common)
             else:
-                training = build(settings, uninitialized_student(folder / MODEL), *loop)
+                training = build(settings, uninitialized_student(folder / MODEL), *common)
         if checkpoint is None:
             return train_run(folder, settings, training, TrainingProgress(), None)
         read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
@@ -289,7 +289,7 @@ def _write_run_status(folder: Path, status: str, step: int, reason: str = "") ->
 
 
 def _write_last_run_status(folder: Path, status: str, step: int, reason: str) -> None:
-    """Write the state of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
+    """Write the status of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
     try:
         _write_run_status(folder, status, step, reason)
     except OSError as error:
