@@ -14,6 +14,7 @@ from model.common.errors import InputError, prefix_path
 from model.common.launcher_variables import is_local_main_process, several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
+from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
 from uptrain.data.token_cache import TokenCache
@@ -21,17 +22,11 @@ from uptrain.distributed.accelerator import choose_device, default_precision, ma
 from uptrain.distributed.collectives import destroy_process_group, on_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.casting_layers import use_float32_states
+from uptrain.models.checks import check_lm_heads, check_packing, check_teachers_tokenizer
 from uptrain.models.decoder_layers import layer_class_names
-from uptrain.models.load import build_meta, load_evaluated, load_teacher
+from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.models.vocabularies import check_same_vocab_size
-from uptrain.runs.checks import (
-    check_lm_heads,
-    check_packing,
-    check_teachers_tokenizer,
-    check_tokenizer,
-    check_vocabulary,
-)
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
 from uptrain.training.logits import micro_batch_without_gradients
@@ -72,7 +67,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     seq_len = seq_len_of([options.data], options.model, options.seq_len)
     for each in filter(None, (options.model, options.teacher)):  # before texts are tokenised
         with prefix_path(each):
-            check_packing(build_meta(each), seq_len)
+            check_packing(build_meta_from_folder(each), seq_len)
     config = read_language_config(options.model)
     warnings = [context_warning(config, seq_len), text_only_warning(config, trained=False)]
     if options.teacher is not None:
@@ -138,7 +133,7 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     """Load student and teacher, and check that they fit each other and the data."""
     student = load_evaluated(options.model)
     vocab_size = student.head_weight.shape[0]
-    check_vocabulary(cache, vocab_size, options.data)
+    check_cache_vocabulary(cache, vocab_size, options.data)
     teacher = None
     if options.teacher is not None:
         teacher = load_teacher(options.teacher, precision)

@@ -27,8 +27,7 @@ from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
 from uptrain.budget.conversion_record import merge_method
 from uptrain.data.batch import Batch
-from uptrain.data.prepare.journal import open_machine_shards, open_staging, staging_out
-from uptrain.data.prepare.quotas import MachineShard
+from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
 from uptrain.data.teacher_logits import (
     MANIFEST,
     VALUES,
@@ -42,9 +41,10 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
+from uptrain.machine_shards import MachineShard, open_machine_shards, open_staging, staging_out
 from uptrain.models.casting_layers import use_float32_states
-from uptrain.models.load import build_meta, load_teacher
-from uptrain.runs.checks import check_lm_heads, check_packing, check_tokenizer, check_vocabulary
+from uptrain.models.checks import check_lm_heads, check_packing
+from uptrain.models.load import build_meta_from_folder, load_teacher
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.training.logits import chunk_logits, micro_batch_without_gradients, tokens_per_chunk
 
@@ -122,7 +122,7 @@ def _publish(manifest: LogitsManifest, staging: Staging) -> None:
 
 def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
-    model = build_meta(options.model)
+    model = build_meta_from_folder(options.model)
     vocab_size = len(model.head_weight)
     try:
         check_tokenizer(cache.manifest.tokenizer_sha256, options.data, options.model)
@@ -130,7 +130,7 @@ def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
         raise InputError(
             f"{error} If the student's tokenizer gives the same ids, copy its files into {options.model}."
         ) from error
-    check_vocabulary(cache, vocab_size, str(options.data))
+    check_cache_vocabulary(cache, vocab_size, str(options.data))
     check_packing(model, cache.seq_len)
     if options.top_k > vocab_size:
         raise InputError(f"--top-k {options.top_k}, but {options.model} has {vocab_size} tokens; take that or fewer.")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.decoder.chunk_size import chunk_size
 from model.decoder.linear import matmul_dtype
 
 IGNORED = -100
@@ -20,9 +21,6 @@ IGNORED = -100
 LossAndGradient = Callable[[slice, Tensor], Tensor]
 """Takes a chunk of tokens and their float32 logits [C, V]; returns their losses [C, 1], and overwrites the logits with
 d loss / d logits."""
-_MIN_LOGITS = 1 << 23
-"""Smallest number of logits in a chunk, 32 MB in float32. Fewer would need too many passes over the weight's
-gradient."""
 _SCALED_ROWS = 1024
 """Rows of a gradient in half precision that are scaled at a time."""
 
@@ -116,14 +114,6 @@ def _can_widen(kind: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def chunk_size(hidden_NM: Tensor, weight_VM: Tensor) -> int:
-    """Return the number of tokens per chunk, at least 1. A chunk has at most max(_MIN_LOGITS, N · M) logits.
-
-    So the weight of a wide model, which takes long to read, is read rarely (the rule of Liger, Hsu et al. 2024).
-    """
-    return max(1, max(_MIN_LOGITS, hidden_NM.numel()) // len(weight_VM))
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -133,7 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NM) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VM, dtype=torch.float32) if wants_weight else None
         loss = hidden_NM.new_zeros((), dtype=torch.float32)
-        step = chunk_size(hidden_NM, weight_VM)
+        step = chunk_size(len(hidden_NM), hidden_NM.shape[1], len(weight_VM))
         logits = ChunkLogits(hidden_NM, weight_VM, step)
         with torch.autocast(hidden_NM.device.type, enabled=False):
             for start in range(0, len(hidden_NM), step):

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoder.losses import chunked_cross_entropy
+from model.decoder.chunk_size import chunk_size
+from model.decoder.losses import chunked_cross_entropy, chunked_loss
 from scripts.bench.machine import write_rows
 from scripts.bench.rounds import in_turns, median_ratio
-from uptrain.training.losses.kl import chunked_kl
+from uptrain.training.losses.kl import kl_of_chunks
 
 HIDDEN = 512
 
@@ -54,6 +55,19 @@ def our_kl(
 ) -> Tensor:
     has_target_N = torch.ones(len(student_NM), dtype=torch.bool)
     return chunked_kl(student_NM, weight_VM, teacher_NM, teacher_weight_VM, has_target_N)
+
+
+def chunked_kl(
+    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, has_target_N: Tensor
+) -> Tensor:
+    """Return the loss `distill` of hidden states: Σ Σ_v p_teacher (log p_teacher − log p_student) in float32.
+
+    The first sum is over the tokens where `has_target_N`, and p = softmax(hidden · weightᵀ). The teacher's hidden size
+    may differ. Gradients flow to the student only.
+    """
+    size = chunk_size(len(student_NM), student_NM.shape[1], len(weight_VM))
+    kl = kl_of_chunks(teacher_NM, teacher_weight_VM, size)
+    return chunked_loss(student_NM, weight_VM, has_target_N, kl)
 
 
 LOSSES = {

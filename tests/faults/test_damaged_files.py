@@ -33,7 +33,7 @@ def test_a_token_cache_of_other_content_is_refused(tmp_path, name):
 
 
 def test_a_run_checks_both_caches_once(tmp_path, monkeypatch):
-    from uptrain.runs.checks import check_caches
+    from uptrain.data.checks import check_caches
 
     cache = TokenCache.open(write_cache(tmp_path / "K", [[[1, 2, 3, 4]]], seq_len=4))
     verified = []

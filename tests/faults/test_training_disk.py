@@ -260,7 +260,7 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     assert "Warning: a checkpoint takes about" not in start("first", 10**9)
     saved = [file.stat().st_size for file in (tmp_path / "first/checkpoints/step-00000004/tensors").iterdir()]
     # A save asks for room by the size of the last checkpoint, so the saves themselves pass without one.
-    monkeypatch.setattr(store, "SPARE", 0)
+    monkeypatch.setattr(store, "FREE_SPACE_FACTOR", 0)
     # It saves each step, keeps the last two and the one before the decay, and writes another.
     assert "Warning: a checkpoint takes about" not in start("enough", 4.25 * sum(saved))
     assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 3.8 * sum(saved))
@@ -298,14 +298,14 @@ def test_a_display_that_cannot_be_written(uptrain, runs, tmp_path, monkeypatch, 
 
 def test_a_state_that_cannot_be_written_at_the_end(uptrain, runs, tmp_path, monkeypatch):
     """The run is saved. So is the reason for which it failed, which is printed."""
-    real = run_module._write_run_state
+    real = run_module._write_run_status
 
     def full(folder, status, *rest):
         if status != "running":
             raise OSError(errno.ENOSPC, "No space left on device", "run_state.json")
         real(folder, status, *rest)
 
-    monkeypatch.setattr(run_module, "_write_run_state", full)
+    monkeypatch.setattr(run_module, "_write_run_status", full)
     result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "run")).succeeded()
     assert "Warning: run_state.json could not be written" in result.err
     monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

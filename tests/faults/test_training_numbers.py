@@ -134,14 +134,14 @@ def test_a_teacher_whose_weights_are_no_numbers(inputs, tmp_path):
 )
 def test_a_hundred_are_a_hundred(not_finite, halts):
     """Steps are counted from 1; only the step just made can end the run."""
-    from uptrain.training.loop import NonFiniteGradientsError, RunState, _halt_on_non_finite
+    from uptrain.training.loop import NonFiniteGradientsError, TrainingProgress, _halt_on_non_finite
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
         saved_step=step, loss_module=torch.nn.Linear(1, 1),
         accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
     )  # fmt: skip
-    progress = RunState(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
+    progress = TrainingProgress(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
     if halts:
         with pytest.raises(NonFiniteGradientsError):
             _halt_on_non_finite(training, progress)

@@ -9,7 +9,7 @@ import torch
 from model import generate, load_model
 from model.decoder.attention import has_packed_attention, torch_has_packed_attention
 from model.decoder.losses import ChunkLogits, chunked_cross_entropy
-from uptrain.training.losses.kl import chunked_kl
+from scripts.bench.loss import chunked_kl
 
 pytestmark = pytest.mark.usefixtures("gpu_only")
 

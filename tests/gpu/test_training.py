@@ -10,7 +10,7 @@ import torch
 from small_training import make_training
 
 from uptrain.distributed.accelerator import has_accelerator
-from uptrain.training.loop import RunState, train
+from uptrain.training.loop import TrainingProgress, train
 
 STEPS, STOP_IN = 12, 5
 LAYOUTS = [
@@ -85,7 +85,7 @@ def test_a_step_waits_for_the_device_once(tmp_path, device):
         training = make_training(tmp_path, 6, lambda record: waits.append(len(caught)))
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            train(training, RunState())
+            train(training, TrainingProgress())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     of_records = waits[1::2]  # an update and a record in turn

@@ -6,8 +6,9 @@ import torch
 
 from model import load_model
 from model.decoder import losses
+from scripts.bench import loss as bench
 from uptrain.data.batch import Batch
-from uptrain.training.losses import LOSSES, distill, find_loss, kl
+from uptrain.training.losses import LOSSES, distill, find_loss
 
 N, V, M, TEACHER_M = 50, 67, 16, 24
 
@@ -27,10 +28,10 @@ def plain_kl(student, weight, teacher, teacher_weight, counts):
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 def test_value_and_gradients(monkeypatch, chunk):
-    for module in (losses, kl):
-        monkeypatch.setattr(module, "chunk_size", lambda hidden, weight: chunk)
+    for module in (losses, bench):
+        monkeypatch.setattr(module, "chunk_size", lambda *sizes: chunk)
     ours, exact = inputs(), inputs(torch.float64)
-    loss = kl.chunked_kl(*ours)
+    loss = bench.chunked_kl(*ours)
     wanted = plain_kl(*exact)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(wanted.item(), rel=2e-6)
@@ -42,7 +43,7 @@ def test_value_and_gradients(monkeypatch, chunk):
 
 def test_of_a_model_with_itself_is_zero_with_zero_gradient():
     student, weight, _, _, counts = inputs()
-    loss = kl.chunked_kl(student, weight, student.detach(), weight.detach(), counts)
+    loss = bench.chunked_kl(student, weight, student.detach(), weight.detach(), counts)
     loss.backward()
     assert loss.abs() <= 1e-5
     assert student.grad.abs().max() <= 1e-6
@@ -51,7 +52,7 @@ def test_of_a_model_with_itself_is_zero_with_zero_gradient():
 def test_frozen_head_gets_no_gradient():
     student, weight, teacher, teacher_weight, counts = inputs()
     weight.requires_grad_(False)
-    kl.chunked_kl(student, weight, teacher, teacher_weight, counts).backward()
+    bench.chunked_kl(student, weight, teacher, teacher_weight, counts).backward()
     assert weight.grad is None
     assert student.grad is not None
 
@@ -62,7 +63,7 @@ def test_half_precision_accumulates_in_float32():
     exact = inputs(torch.float64)
     plain_kl(*exact).backward()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = kl.chunked_kl(student, weight, teacher, teacher_weight, counts)
+        loss = bench.chunked_kl(student, weight, teacher, teacher_weight, counts)
     loss.backward()
     assert (weight.grad - exact[1].grad).norm() <= 0.02 * exact[1].grad.norm()
 
@@ -72,7 +73,7 @@ def test_half_precision_accumulates_in_float32():
 def test_losses_of_the_projects_models(tmp_path, monkeypatch, name, chunk):
     """In chunks, against the formula for all logits in float64, with gradients by autograd."""
     for module in (losses, distill):
-        monkeypatch.setattr(module, "chunk_size", lambda hidden, weight: chunk)
+        monkeypatch.setattr(module, "chunk_size", lambda *sizes: chunk)
     folders = [tiny.save(tiny.build("llama", seed, initializer_range=0.2), tmp_path / str(seed)) for seed in (0, 1)]
     student, teacher = (load_model(folder, torch.float32) for folder in folders)
     ids = torch.randint(0, 64, (2, 12))

@@ -12,8 +12,8 @@ from convert.layers.layer_stream import open_checked
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError, InputError
 from model.families import FAMILIES, NATIVE_FAMILIES
+from uptrain.models.checks import check_exportable, check_packing
 from uptrain.models.load import load_student
-from uptrain.runs.checks import check_exportable, check_packing
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 TABLE = PAGE.read_text().partition("|---|")[2]

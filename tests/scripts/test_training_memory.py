@@ -9,8 +9,9 @@ import pytest
 import real_runs
 import tiny
 
+from model.decoder.chunk_size import MIN_CHUNK_LOGITS
 from scripts.bench.convert import measure
-from uptrain.estimates.memory import LOGIT_BYTES, MIN_CHUNK_LOGITS, MemoryEstimator, MemoryOptions
+from uptrain.estimates.memory import LOGIT_BYTES, MemoryEstimator, MemoryOptions
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18,

@@ -12,9 +12,8 @@ from safetensors_headers import write_headers
 
 from model.checkpoint import TensorInfo
 from model.common.errors import InputError, RankError
-from model.decoder import losses
+from model.decoder import chunk_size
 from model.geometry import Geometry
-from uptrain.estimates import memory
 from uptrain.estimates.memory import (
     MemoryEstimator,
     MemoryOptions,
@@ -155,10 +154,6 @@ def test_states_of_adafactor_are_rows_and_columns():
     assert needed.optimizer == 32 * 2 * 4 * (1024 + 4096)
 
 
-def test_chunks_of_logits_are_those_of_the_loss():
-    assert memory.MIN_CHUNK_LOGITS == losses._MIN_LOGITS
-
-
 def test_the_first_way_that_fits():
     """The largest micro-batch before recomputing, and recomputing before a smaller part."""
     subject = models()
@@ -278,7 +273,7 @@ def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
 def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, monkeypatch, windows):
     """Chunks of logits take the most of a tiny model, so those are made small."""
     inputs = real_runs.make_inputs(tmp_path / "inputs")
-    monkeypatch.setattr(memory, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_LOGITS", 0)
     subject = MemoryEstimator.read(inputs["model"], None, 32, "fp32")
     size = subject.memory(MemoryOptions("all", windows)).per_device(1)
     monkeypatch.setattr(device_memory, "usable_memory", lambda: size)

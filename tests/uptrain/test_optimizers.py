@@ -14,7 +14,7 @@ from uptrain.estimates.memory import state_bytes
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.adafactor import Adafactor
 from uptrain.training.learning_rate import Schedule
-from uptrain.training.loop import RunState, train
+from uptrain.training.loop import TrainingProgress, train
 from uptrain.training.optimizer import make_optimizer
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -179,5 +179,5 @@ def test_the_learning_rate_of_adafactor_is_the_one_applied(tmp_path):
     training = make_training(tmp_path, 5, lambda record: None, "adafactor")
     training.show = lambda record: rates.append(record["learning_rate"])
     training.schedule = Schedule("constant", 0.5, 5, 0)
-    train(training, RunState())
+    train(training, TrainingProgress())
     assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 5**-0.5])

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.texts import Piece
-from uptrain.data.prepare.quotas import MachineShard, SourceQuota, apportion, finalise_quotas
+from uptrain.data.prepare.quotas import SourceQuota, apportion, finalise_quotas
 from uptrain.data.prepare.work_units import Unit, UnitRecord
+from uptrain.machine_shards import MachineShard
 
 PARTS = st.lists(st.fractions(Fraction(1, 1000), 10), min_size=1, max_size=6).map(lambda w: [x / sum(w) for x in w])
 

@@ -262,8 +262,8 @@ def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
 
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
-    write_run_state = runs._write_run_state
-    monkeypatch.setattr(runs, "_write_run_state", lambda *given: states.append(given[1]) or write_run_state(*given))
+    write_run_status = runs._write_run_status
+    monkeypatch.setattr(runs, "_write_run_status", lambda *given: states.append(given[1]) or write_run_status(*given))
     flush = Metrics.flush
 
     def full_at_the_end(metrics):

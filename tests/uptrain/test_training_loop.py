@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from uptrain.checkpoints.tensors import SaveError
 from uptrain.training import loop, spikes
-from uptrain.training.loop import RunState, train
+from uptrain.training.loop import TrainingProgress, train
 from uptrain.training.optimizer import can_skip_on_device, make_optimizer, step_unless
 
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
@@ -58,7 +58,9 @@ def of_steps(calls):
 @pytest.mark.parametrize("spike_sigma", [None, 6.0])
 def test_a_step_fetches_once_after_its_update(tmp_path, calls, monkeypatch, spike_sigma):
     monkeypatch.setattr(spikes, "SPIKE_WINDOW", 2)
-    assert train(make_training(tmp_path, STEPS, calls.append, spike_sigma=spike_sigma), RunState()) == "finished"
+    assert (
+        train(make_training(tmp_path, STEPS, calls.append, spike_sigma=spike_sigma), TrainingProgress()) == "finished"
+    )
     assert of_steps(calls) == [["update", "tolist"]] * STEPS
 
 
@@ -70,19 +72,19 @@ def test_a_step_draws_the_same_random_numbers_everywhere(tmp_path):
         if event == "update":
             seeds.append(torch.initial_seed())
 
-    train(make_training(tmp_path, 3, report, seed=5), RunState())
+    train(make_training(tmp_path, 3, report, seed=5), TrainingProgress())
     assert seeds == [12631478326263854183, 17996766564426832300, 4160164373342109173]
 
 
 def test_other_optimizers_update_after_the_fetch(tmp_path, calls):
     """They cannot skip on the device. Adafactor waits for its own norms."""
-    assert train(make_training(tmp_path, STEPS, calls.append, "adafactor"), RunState()) == "finished"
+    assert train(make_training(tmp_path, STEPS, calls.append, "adafactor"), TrainingProgress()) == "finished"
     assert [step[:2] for step in of_steps(calls)] == [["tolist", "update"]] * STEPS
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
     """Neither parameters nor the optimizer's states, which the next step continues."""
-    state, kept = RunState(), []
+    progress, kept = TrainingProgress(), []
 
     def tensors():
         states = training.optimizer.state_dict()["state"][0]
@@ -93,9 +95,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
             kept.append(tensors())
 
     training = make_training(tmp_path, STEPS, look)
-    training.loss_module.register_forward_hook(lambda *call: call[2] * (float("nan") if state.step == 2 else 1))
-    train(training, state)
-    assert state.skipped == state.not_finite == [3]
+    training.loss_module.register_forward_hook(lambda *call: call[2] * (float("nan") if progress.step == 2 else 1))
+    train(training, progress)
+    assert progress.skipped == progress.not_finite == [3]
     same = [all(torch.equal(after[name], before[name]) for name in after) for before, after in itertools.pairwise(kept)]
     assert same == [False, True, False, False]
 
@@ -128,7 +130,7 @@ def test_a_run_is_saved_by_time_too(tmp_path, monkeypatch):
     training.checkpoints.save = lambda module, optimizer, state, keep: saved.append(state["step"])
     training.save_tried_at = 0.0
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
-    train(training, RunState())
+    train(training, TrainingProgress())
     assert saved == [9, 17, 20]
 
 
@@ -144,7 +146,7 @@ def test_a_save_that_fails_is_not_tried_at_each_step(tmp_path, monkeypatch):
     training = make_training(tmp_path, 20, lambda record: None)
     training.checkpoints.save, training.save_tried_at = fail, 0.0
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
-    train(training, RunState())
+    train(training, TrainingProgress())
     assert tried == [9, 17, 20]
 
 
@@ -152,7 +154,7 @@ def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
     """All micro-batches accumulate into DDP's buckets, those of the first step too. Joining these changes no result."""
     (tmp_path / "plain").mkdir()
     plain = make_training(tmp_path / "plain", 4, lambda record: None)
-    train(plain, RunState())
+    train(plain, TrainingProgress())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         training, places = make_training(tmp_path, 4, lambda record: None), []
@@ -160,7 +162,7 @@ def test_gradients_of_ddp_are_in_memory_once(tmp_path, monkeypatch):
         training.loss_module = DistributedDataParallel(training.loss_module, gradient_as_bucket_view=True)
         monkeypatch.setattr(training.accelerator, "no_sync", lambda module: module.no_sync())
         parameter.register_post_accumulate_grad_hook(lambda p: places.append(p.grad.data_ptr()))
-        train(training, RunState())
+        train(training, TrainingProgress())
         assert parameter.grad.abs().max() == 0
     finally:
         dist.destroy_process_group()
@@ -207,10 +209,10 @@ def test_the_last_step_is_saved_before_the_last_evaluation(tmp_path, monkeypatch
     training.eval_cache, training.checkpoints.save = training.cache, save
     monkeypatch.setattr(loop, "_evaluate_if_due", evaluate)
     if fails == "first save":
-        assert train(training, RunState()) == "finished"
+        assert train(training, TrainingProgress()) == "finished"
     else:
         with pytest.raises(KeyboardInterrupt if fails == "killed" else SaveError):
-            train(training, RunState())
+            train(training, TrainingProgress())
     assert saved == ([STEPS] if fails == "killed" else [STEPS, STEPS])
     assert [r["step"] for r in shown if isinstance(r, dict) and r.get("event") == "not saved"] == (
         [] if fails == "killed" else [STEPS]

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-00000120/
         tensors/              trained weights and optimizer states, float32, sharded by torch.distributed.checkpoint
-        state.json            see `uptrain.training.loop.RunState`
+        state.json            see `uptrain.training.loop.TrainingProgress`
         manifest.json         size and CRC-32 per block of 64 MB of every other file; written last
 
 Runs may be untrusted: file names are checked before the files are opened.
@@ -26,11 +26,12 @@ TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 DEFAULT_KEEP_LAST = 2
-SPARE = 1.2
+FREE_SPACE_FACTOR = 1.2
 """Free space that a save requires, relative to the size of the last checkpoint."""
-CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + SPARE
+CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + FREE_SPACE_FACTOR
 """Room that a run needs, in checkpoints: the last ones, the one before the decay, and the one that it saves."""
-State = dict[str, Any]
+CheckpointState = dict[str, Any]
+"""Content of state.json."""
 Checksums = dict[str, dict[str, Any]]
 """File → `size`, and list `crc32` of its blocks."""
 
@@ -51,7 +52,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     return {step: folders[step] for step in sorted(step for step in folders if step is not None)}
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> CheckpointState:
     """Return a checkpoint's state. Raises InputError if it is damaged, or its step is not that of the folder."""
     path = checkpoint / STATE
     try:

@@ -24,12 +24,12 @@ from model.common.errors import InputError, RunError
 from model.common.files import sync_file, sync_folder
 from model.common.read_files import leads_outside
 from uptrain.checkpoints.files import (
+    FREE_SPACE_FACTOR,
     MANIFEST,
-    SPARE,
     STATE,
     TENSORS,
+    CheckpointState,
     Checksums,
-    State,
     checksum,
     find_damage,
     folder_name,
@@ -50,21 +50,24 @@ class VerifiedCheckpoint:
     """A checkpoint whose files match its manifest, and its state."""
 
     folder: Path
-    state: State
+    state: CheckpointState
     rejected: tuple[str, ...] = ()
     """Damage of newer checkpoints, one line each."""
 
 
 class CheckpointStore:
-    """Checkpoints of one run. All methods are collective: every rank must call them."""
+    """Checkpoints of one run. All methods are collective: every rank must call them.
 
-    def __init__(self, folder: Path, accelerator: Accelerator, keep_last: int) -> None:
+    `check_lock` is called on the main process before a checkpoint is published. It raises RunError if another training
+    writes into the run, see `FileLock.check`.
+    """
+
+    def __init__(self, folder: Path, accelerator: Accelerator, keep_last: int, check_lock: Callable[[], None]) -> None:
         self.folder = folder
         self._accelerator = accelerator
         self._keep_last = keep_last
+        self._check_lock = check_lock
         self._damaged: list[Path] = []
-        self.check_lock: Callable[[], None] = lambda: None
-        """Raises RunError on the main process if another training writes into the run, see `FileLock.check`."""
 
     def clean_up(self) -> None:
         """Make the folder, and remove leftovers of a killed save or rotation.
@@ -89,7 +92,9 @@ class CheckpointStore:
             if prefix in (UNFINISHED, REMOVED) and step_of(name) is not None:
                 shutil.rmtree(path, ignore_errors=True)  # what is being read on a network disk goes at a later start
 
-    def save(self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: State, keep: bool = False) -> None:
+    def save(
+        self, loss_module: nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState, keep: bool = False
+    ) -> None:
         """Write the checkpoint of `state["step"]`; `keep` marks the one to extend the run from.
 
         Raises SaveError on all ranks if any of them failed, and RunError if another training writes into the run. The
@@ -134,18 +139,19 @@ class CheckpointStore:
             return
         shutil.rmtree(unfinished, ignore_errors=True)
         last = list(list_checkpoints(self.folder).values())[-1:]
-        required = SPARE * sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        last_bytes = sum(f.stat().st_size for folder in last for f in folder.rglob("*") if f.is_file())
+        required = FREE_SPACE_FACTOR * last_bytes
         free = shutil.disk_usage(self.folder).free
         if free < required:
             raise SaveError(f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}")
         unfinished.mkdir(parents=True)
 
-    def _finish(self, unfinished: Path, final: Path, state: State) -> None:
+    def _finish(self, unfinished: Path, final: Path, state: CheckpointState) -> None:
         """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
         with self._raising_together():
             sums = self._sync_and_sum(unfinished)
         all_sums = gather(self._accelerator, sums)
-        on_main(self._accelerator, self.check_lock)
+        on_main(self._accelerator, self._check_lock)
         with self._raising_together():
             if self._accelerator.is_main_process:
                 files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}
@@ -255,7 +261,7 @@ def _first_missing(paths: Iterable[Path]) -> Path | None:
     return None
 
 
-def _state_of_verified(checkpoint: Path) -> State:
+def _state_of_verified(checkpoint: Path) -> CheckpointState:
     """Return the state of a checkpoint whose file has just been intact. Raises OSError if it cannot be read now."""
     try:
         return read_state(checkpoint)
@@ -277,7 +283,7 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(removed)
 
 
-def _publish(unfinished: Path, final: Path, files: Checksums, state: State) -> None:
+def _publish(unfinished: Path, final: Path, files: Checksums, state: CheckpointState) -> None:
     state_path = unfinished / STATE
     state_path.write_text(json.dumps(state, indent=2) + "\n")
     sync_file(state_path)

@@ -44,7 +44,10 @@ from torch.futures import Future
 from model.checkpoint.formats.dcp.metadata import METADATA, FileRange, read_metadata
 from model.common.errors import InputError
 from model.common.read_files import check_regular
-from uptrain.checkpoints.files import TENSORS, State
+from uptrain.checkpoints.files import TENSORS
+
+StateDict = dict[str, Any]
+"""Tensors by name, or state dicts by `model` and `optimizer`, as torch.distributed.checkpoint takes them."""
 
 
 class SaveError(OSError):
@@ -53,7 +56,7 @@ class SaveError(OSError):
 
 def write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write the tensors of this rank. Raises OSError."""
-    tensors: State = {"model": _trained_tensors(loss_module)}
+    tensors: StateDict = {"model": _trained_tensors(loss_module)}
     if optimizer.state:  # empty if all steps so far were skipped
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
     try:
@@ -77,7 +80,7 @@ class _Writer(FileSystemWriter):
             raise cause or error from error
 
 
-def _trained_tensors(loss_module: nn.Module) -> State:
+def _trained_tensors(loss_module: nn.Module) -> StateDict:
     """Return the state dict without frozen parameters, which do not change: they stay in the model's own files."""
     parameters = loss_module.named_parameters(remove_duplicate=False)
     frozen = {name.removeprefix("module.") for name, parameter in parameters if not parameter.requires_grad}
@@ -90,7 +93,7 @@ def read_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Op
     Raises InputError if they do not match, or are not in the format of torch.distributed.checkpoint.
     """
     reader = _Reader(folder / TENSORS)
-    tensors: State = {"model": _trained_tensors(loss_module)}
+    tensors: StateDict = {"model": _trained_tensors(loss_module)}
     has_optimizer = any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata)
     if has_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)

@@ -6,7 +6,7 @@ import click
 
 from model.common import console
 from model.common.command_options import SingleOption, device_option, json_option
-from uptrain.commands.options import ModelFolder, seq_len_option
+from uptrain.commands.options import ModelFolder, micro_batch_option, seq_len_option
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
 
@@ -27,11 +27,8 @@ from uptrain.runs.settings import PRECISIONS
     type=click.Choice(PRECISIONS),
     help="Precision of the computation.  [default: bf16 on a GPU that has it (Ampere or newer), else fp32]",
 )
-@click.option(
-    "--micro-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Windows to compute at a time.  [default: as many as make 8192 tokens, or fewer for large vocabularies]",
+@micro_batch_option(
+    "Windows to compute at a time.  [default: as many as make 8192 tokens, or fewer for large vocabularies]"
 )
 @device_option("evaluate on")
 @json_option()

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from model.common import console
-from model.common.command_options import PathType, json_option
+from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.file_names import METRICS
 from model.common.staging import check_room
 from uptrain.checkpoints.files import explain_removal
@@ -23,7 +23,7 @@ FOLDER = PathType()
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Step of the checkpoint to write.  [default: the newest]"
+    "--step", type=WholeNumber(min=0), metavar="N", help="Step of the checkpoint to write.  [default: the newest]"
 )
 @click.option(
     "--dtype",

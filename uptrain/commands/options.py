@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, add_options
+from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, WholeNumber, add_options
 from model.common.errors import InputError
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
 if TYPE_CHECKING:
-    from uptrain.data.prepare.quotas import MachineShard
+    from uptrain.machine_shards import MachineShard
 
 
 def _find_in_cache(path: Path) -> Path | None:
@@ -54,14 +54,9 @@ trainable_option = click.option(
 )
 
 
-def micro_batch_option(default: str) -> Callable[[Command], Command]:
-    """Return the option `--micro-batch`, whose default `default` describes."""
-    return click.option(
-        "--micro-batch",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help=f"Windows that a process computes at a time.  [default: {default}]",
-    )
+def micro_batch_option(help: str) -> Callable[[Command], Command]:
+    """Return the option `--micro-batch`, the number of windows that a process computes at a time."""
+    return click.option("--micro-batch", type=WholeNumber(min=1), metavar="N", help=help)
 
 
 def count_option(name: str, help: str) -> Callable[[Command], Command]:
@@ -69,9 +64,20 @@ def count_option(name: str, help: str) -> Callable[[Command], Command]:
     return click.option(name, type=CountType(), metavar="N", help=help)
 
 
-def parse_machine_shard(text: str) -> "MachineShard":
-    """Return the value of `--shard`, I/N. Raises click.BadParameter for another form."""
-    from uptrain.data.prepare.quotas import MachineShard
+def shard_option(help: str) -> Callable[[Command], Command]:
+    """Return the option `--shard`, whose value is `machine_shard`. `help` says which work is divided."""
+    return click.option(
+        "--shard",
+        "machine_shard",
+        metavar="I/N",
+        callback=lambda context, parameter, text: None if text is None else _parse_machine_shard(text),
+        help=f"{help} Afterwards, the same command without --shard joins the parts.",
+    )
+
+
+def _parse_machine_shard(text: str) -> "MachineShard":
+    """Return the machine shard I/N. Raises click.BadParameter for another form."""
+    from uptrain.machine_shards import MachineShard
 
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -86,7 +92,7 @@ def max_minutes_option(help: str) -> Callable[[Command], Command]:
 
 seq_len_option = click.option(
     "--seq-len",
-    type=click.IntRange(2, LARGEST_SIZE),
+    type=WholeNumber(2, LARGEST_SIZE),
     metavar="N",
     help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
 )
@@ -98,7 +104,7 @@ optimizer_option = click.option(
     help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
 )
 lora_rank_option = click.option(
-    "--lora-rank", type=click.IntRange(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
+    "--lora-rank", type=WholeNumber(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
 )
 
 
@@ -128,7 +134,7 @@ def schedule_options(command: Command) -> Command:
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
                      help="wsd: constant, then falls to 0 over the last fifth. cosine: falls to a tenth. "
                      "inverse-sqrt: the GQA paper's."),
-        click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N",
+        click.option("--warmup-steps", type=WholeNumber(min=0), metavar="N",
                      help="Steps of linear warm-up.  [default: 5 % of the steps; at least 100, or a quarter if that "
                      "is fewer]"),
     )  # fmt: skip

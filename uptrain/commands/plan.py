@@ -27,6 +27,7 @@ from uptrain.commands.options import (
     seq_len_option,
     trainable_option,
 )
+from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
@@ -44,7 +45,6 @@ KINDS = {
     "logits": "logits",
 }
 """Kinds of memory, and their rows in the table."""
-REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process"
 
 
 @click.command("plan")
@@ -65,7 +65,9 @@ REPLICATED, SHARDED = "replicated_bytes_per_process", "sharded_bytes_per_process
 @trainable_option
 @lora_rank_option
 @optimizer_option
-@micro_batch_option("as many as make 8192 tokens, at most its part of a step")
+@micro_batch_option(
+    "Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a step]"
+)
 @click.option(
     "--memory",
     type=SizeType(least=10**4),
@@ -119,7 +121,9 @@ def _check_inputs(
         return []
     if find_spec("torch") is None:
         return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
-    from uptrain.runs.checks import check_is_not_student, check_models, check_teachers_tokenizer, check_tokenizer
+    from uptrain.data.checks import check_tokenizer
+    from uptrain.models.checks import check_models, check_teachers_tokenizer
+    from uptrain.runs.checks import check_is_not_student
 
     if data is not None:
         check_tokenizer(sha256, data, model)

@@ -8,10 +8,10 @@ import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import PathType, json_option
+from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted, parse_count
 from model.common.errors import InputError
-from uptrain.commands.options import ModelFolder, parse_machine_shard
+from uptrain.commands.options import ModelFolder, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ SHOWN = 10
 )
 @click.option(
     "--vocab-size",
-    type=click.IntRange(1, 1 << 32),
+    type=WholeNumber(1, 1 << 32),
     metavar="N",
     help="Size of the vocabulary, for data that is tokenised already (column input_ids). Replaces --tokenizer.",
 )
-@click.option("--seq-len", type=click.IntRange(2, LARGEST_SIZE), required=True, metavar="N", help="Tokens in a window.")
+@click.option("--seq-len", type=WholeNumber(2, LARGEST_SIZE), required=True, metavar="N", help="Tokens in a window.")
 @click.option(
     "--tokens", default="all", show_default=True, metavar="N|all", help="Take the first N tokens, e.g. 50M or 1.5B."
 )
@@ -62,14 +62,9 @@ SHOWN = 10
     help="stop: stop at the first bad record. skip: leave out and count up to 0.1 % of all records.",
 )
 @click.option(
-    "--workers", type=click.IntRange(min=1), metavar="N", help="Processes that tokenise.  [default: one per core]"
+    "--workers", type=WholeNumber(min=1), metavar="N", help="Processes that tokenise.  [default: one per core]"
 )
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE. Afterwards, "
-    "the same command without --shard joins the parts.",
-)
+@shard_option("Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE.")
 @json_option()
 def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.
@@ -90,9 +85,7 @@ def command(**options: Any) -> None:
         _show(result)
 
 
-def _prepare_options(
-    *, tokens: str, on_bad_record: str, workers: int | None, shard: str | None, **options: Any
-) -> "PrepareOptions":
+def _prepare_options(*, tokens: str, on_bad_record: str, workers: int | None, **options: Any) -> "PrepareOptions":
     from model.common.machine import n_cores
     from uptrain.data.prepare.prepare import PrepareOptions
 
@@ -104,7 +97,6 @@ def _prepare_options(
         n_tokens=n_tokens,
         skip_bad=on_bad_record == "skip",
         workers=workers or n_cores(),
-        machine_shard=None if shard is None else parse_machine_shard(shard),
         **options,
     )
 

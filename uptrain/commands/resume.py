@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from model.common.command_options import PathType
-from uptrain.commands.options import max_minutes_option
+from uptrain.commands.options import max_minutes_option, micro_batch_option
 from uptrain.commands.run import command as run_command
 from uptrain.distributed.signals import stop_request
 from uptrain.runs.folder import Run
@@ -29,12 +29,7 @@ class WithSettingsOfTheRun(click.Command):
 
 @click.command("resume", cls=WithSettingsOfTheRun)
 @click.argument("run", type=PathType())
-@click.option(
-    "--micro-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Windows that a process computes at a time from now on. Fewer take less memory.",
-)
+@micro_batch_option("Windows that a process computes at a time from now on. Fewer take less memory.")
 @click.option("--activation-checkpointing", is_flag=True, help="Use less memory from now on, and a third more time.")
 @max_minutes_option("Save and stop again after M minutes.")
 def command(run: Path, micro_batch: int | None, activation_checkpointing: bool, max_minutes: float | None) -> None:

@@ -14,6 +14,7 @@ from model.common.command_options import (
     PathType,
     RenamedOption,
     SingleOption,
+    WholeNumber,
     pop_fields,
 )
 from uptrain.budget.budget import BudgetOptions
@@ -165,10 +166,13 @@ def _check_no_nul(text: str) -> str:
     help="Precision of the computation. Trained parameters are always float32.  [default: bf16 on a GPU that has "
     "it (Ampere or newer), else fp32]",
 )
-@micro_batch_option("as many as make 8192 tokens, at most its part of a step, or fewer that fit the device")
+@micro_batch_option(
+    "Windows that a process computes at a time.  [default: as many as make 8192 tokens, at most its part of a step, or "
+    "fewer that fit the device]"
+)
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     default=0,
     show_default=True,
     metavar="N",
@@ -178,13 +182,13 @@ def _check_no_nul(text: str) -> str:
     "--save-every",
     "--save-every-steps",
     cls=RenamedOption,
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="Steps between checkpoints. A run also saves an hour after the last one.  [default: a tenth of the run]",
 )
 @click.option(
     "--keep-last",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=DEFAULT_KEEP_LAST,
     show_default=True,
     metavar="N",
@@ -193,7 +197,7 @@ def _check_no_nul(text: str) -> str:
 @click.option("--eval-data", cls=SingleOption, metavar="CACHE|PATH", help="Held-out text, to evaluate on.")
 @click.option(
     "--eval-every",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     help="Steps between evaluations.  [default: a tenth of the run]",
 )

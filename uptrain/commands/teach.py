@@ -2,14 +2,18 @@
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from model.common import console
 from model.common.checks import LARGEST_SIZE
-from model.common.command_options import PathType, json_option
-from uptrain.commands.options import ModelFolder, parse_machine_shard
+from model.common.command_options import PathType, WholeNumber, json_option
+from uptrain.commands.options import ModelFolder, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
+
+if TYPE_CHECKING:
+    from uptrain.machine_shards import MachineShard
 
 PATH = PathType()
 
@@ -20,27 +24,25 @@ PATH = PathType()
 @click.option("--out", type=PATH, required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
-    type=click.IntRange(1, LARGEST_SIZE),
+    type=WholeNumber(1, LARGEST_SIZE),
     default=64,
     show_default=True,
     metavar="K",
     help="Log-probabilities to keep for each token. The probabilities of all other tokens are summed.",
 )
-@click.option(
-    "--shard",
-    metavar="I/N",
-    help="Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS. "
-    "Afterwards, the same command without --shard joins the parts.",
+@shard_option(
+    "Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS."
 )
 @json_option()
-def command(model: Path, data: Path, out: Path, top_k: int, shard: str | None, as_json: bool) -> None:
+def command(
+    model: Path, data: Path, out: Path, top_k: int, machine_shard: "MachineShard | None", as_json: bool
+) -> None:
     """Write a teacher's predictions for a token cache.
 
     LOGITS are the top log-probabilities that MODEL gives for each token. `uptrain run --teacher-logits` distils from
     them without the teacher in memory, in many runs. If the command is killed, LOGITS is not written; run the same
     command again to continue.
     """
-    machine_shard = None if shard is None else parse_machine_shard(shard)
     with interruptible(CONTINUES):
         from uptrain.teach import TeachOptions, teach
 

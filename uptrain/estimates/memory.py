@@ -17,6 +17,7 @@ from model.checkpoint.same_bytes import sampled_rows
 from model.checkpoint.tensor import BITS, layer_number
 from model.common import checks
 from model.common.errors import InputError
+from model.decoder.chunk_size import most_chunk_logits
 from model.decoder.config import is_native
 from model.geometry import ModelSizes, read_sizes
 from model.language_model import open_language_model
@@ -42,8 +43,6 @@ ADAMW_BYTES = 8
 """Bytes of AdamW's two moments of a parameter."""
 LARGEST_SHARD = 0.5
 """Largest share of a parameter that a device holds where it is sharded: two devices."""
-MIN_CHUNK_LOGITS = 1 << 23
-"""As in `model.decoder.losses`, which needs torch."""
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 """Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
 WHOLE_LOGIT_BYTES, TEACHER_WHOLE_LOGIT_BYTES = 14, 16
@@ -283,7 +282,7 @@ class MemoryEstimator:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
         vocab = max(x.shape[0] for x in self.tensors if layer_number(x.name) is None and len(x.shape) == 2)
         if is_native(self.config):
-            chunk = min(max(MIN_CHUNK_LOGITS, tokens * self.sizes.hidden_size), tokens * vocab)
+            chunk = min(most_chunk_logits(tokens, self.sizes.hidden_size), tokens * vocab)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 

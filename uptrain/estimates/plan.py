@@ -30,6 +30,7 @@ from uptrain.budget.methods import find_facts, peak_divisor
 from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import Manifest
+from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
@@ -235,8 +236,8 @@ def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
 
 def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
     return {
-        "replicated_bytes_per_process": needed.replicated(),
-        "sharded_bytes_per_process": {str(n): needed.sharded(n) for n in numbers if n > 1},
+        REPLICATED: needed.replicated(),
+        SHARDED: {str(n): needed.sharded(n) for n in numbers if n > 1},
     }
 
 

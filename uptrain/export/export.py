@@ -35,7 +35,7 @@ from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics
 
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
-_PIECE = 64 << 20
+_COPY_BYTES = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
 
@@ -88,7 +88,7 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
             others = ", ".join(str(other) for other, path in checkpoints.items() if path != checkpoint)
             advice = f" (there are: {others})" if others else ""
             raise InputError(f"{problem}; choose another checkpoint with --step{advice}.")
-    check_same_frozen(run.settings, run.identities)
+    check_same_frozen(run.settings, run.fingerprints)
     return checkpoint
 
 
@@ -223,7 +223,7 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
         file = ShardFile(folder / shard.name, group, shard.metadata)
         try:
             for tensor in group:
-                for start, stop in tensor.row_blocks(_PIECE):
+                for start, stop in tensor.row_blocks(_COPY_BYTES):
                     rows = source.rows(tensor.name, start, stop)
                     converted = rows.astype(numpy_dtype(tensor.dtype), copy=False)
                     if tensor.name not in outside and not np.isfinite(converted).all():

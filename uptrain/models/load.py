@@ -123,7 +123,7 @@ def _uninitialized_hf_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def build_meta(folder: Path) -> LanguageModel:
+def build_meta_from_folder(folder: Path) -> LanguageModel:
     """Return the model of a folder on the meta device, for checks before it is loaded.
 
     Raises CheckpointError if the files of a native model lack its parameters.

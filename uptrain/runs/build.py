@@ -9,12 +9,14 @@ from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import LanguageModel
 from uptrain.checkpoints.store import CheckpointStore
+from uptrain.data.checks import check_caches
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import on_main
 from uptrain.distributed.fsdp import broadcast_weights, is_sharded, load_on_main, place_teacher
 from uptrain.distributed.signals import stop_request
 from uptrain.models.casting_layers import set_state_dtype, use_float32_states
+from uptrain.models.checks import check_exportable, check_packing
 from uptrain.models.decoder_layers import compile_layers, decoder_layers, recompute_activations
 from uptrain.models.load import (
     load_student,
@@ -27,18 +29,26 @@ from uptrain.models.load import (
 from uptrain.models.lora import initialise_adapters
 from uptrain.models.teacher_sharing import ParameterOwners, equal_tensors, owner_layers, share, shareable
 from uptrain.models.vocabularies import check_same_vocab_size
-from uptrain.runs.checks import check_caches, check_exportable, check_packing, check_teacher_logits
+from uptrain.runs.checks import check_teacher_logits
+from uptrain.runs.progress import ProgressSink
 from uptrain.runs.settings import Settings
-from uptrain.training.loop import Training
+from uptrain.training.loop import NO_STEP, Training
 from uptrain.training.loss_module import STUDENT, LossModule
 from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
 
 
 def build_initial(
-    settings: Settings, config_folder: Path, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+    settings: Settings,
+    config_folder: Path,
+    accelerator: Accelerator,
+    folder: Path,
+    checkpoints: CheckpointStore,
+    deadline: float,
+    show: ProgressSink,
+    saved_step: int = NO_STEP,
 ) -> Training:
-    """Build a Training with the initial weights of a run."""
+    """Build a Training with the initial weights of a run; arguments as of `build`."""
     part = settings.trainable
     source = config_folder if part == "all" else Path(settings.model)
     student, weights = load_on_main(
@@ -46,15 +56,25 @@ def build_initial(
         lambda: initial_student(settings, config_folder),
         lambda: uninitialized_student(source, part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder, checkpoints)
+    training = build(settings, student, accelerator, folder, checkpoints, deadline, show, saved_step)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
 def build(
-    settings: Settings, student: LanguageModel, accelerator: Accelerator, folder: Path, checkpoints: CheckpointStore
+    settings: Settings,
+    student: LanguageModel,
+    accelerator: Accelerator,
+    folder: Path,
+    checkpoints: CheckpointStore,
+    deadline: float,
+    show: ProgressSink,
+    saved_step: int = NO_STEP,
 ) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
+
+    `deadline`: `time.monotonic()` at which to stop. `show` is called with each record of the loop. `saved_step`: the
+    step of the checkpoint whose tensors the caller then loads, NO_STEP if there is none.
 
     Raises InputError if data, student and teacher are incompatible.
     """
@@ -96,6 +116,8 @@ def build(
         checkpoints=checkpoints,
         metrics=Metrics(folder / METRICS),
         stop_request=stop_request,
+        deadline=deadline,
+        show=show,
         global_batch=settings.global_batch,
         micro_batch=settings.micro_batch,
         seed=settings.seed,
@@ -105,6 +127,8 @@ def build(
         spike_sigma=settings.spike_sigma,
         logits=logits,
         shared_bytes=shared_bytes,
+        saved_step=saved_step,
+        rotation_is_due=saved_step != NO_STEP,
     )
 
 

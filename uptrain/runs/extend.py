@@ -57,7 +57,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     first_decay = decay_start(longer.learning_rates)
     assert first_decay is None or first_decay >= branch
     check_same_data(longer.data, run.cache_sha256)
-    check_same(longer, run.identities, with_model=False)
+    check_same(longer, run.fingerprints, with_model=False)
     parent = {"run": str(folder.resolve()), "step": branch}
     tokens = steps * run.budget.global_batch_tokens
     alpha = tokens / run.budget.original_tokens if run.budget.original_tokens else None
@@ -70,7 +70,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         write_metrics(unfinished / METRICS, records)
 
     with explain_removal(source):
-        make_folder(longer, budget, run.identities, folder / MODEL, out, parent, fill)
+        make_folder(longer, budget, run.fingerprints, folder / MODEL, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

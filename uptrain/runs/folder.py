@@ -18,14 +18,14 @@ from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 
 MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", ".lock"
-PARENT = {"run": str, "step": int}
+PARENT_TYPES = {"run": str, "step": int}
 FINGERPRINTED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
-RUN_STATE_TYPES = {
+RUN_STATUS_TYPES = {
     "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
     "pid_namespace": str,
 }  # fmt: skip
-EARLIER_RUN_STATE = {"host": None, "started": None, "pid_namespace": ""}
+EARLIER_RUN_STATUS = {"host": None, "started": None, "pid_namespace": ""}
 """Fields that earlier versions did not write."""
 MOST_PID = 2**31 - 1
 
@@ -38,10 +38,15 @@ class Run:
     budget: Budget
     cache_sha256: str
     identities: dict[str, str]
-    """Fingerprints of model, frozen tensors, teacher or its logits, and held-out data: `uptrain.runs.fingerprints`."""
+    """The fingerprints, under the key that they have in run.json."""
     versions: dict[str, str]
     parent: dict[str, Any] | None = None
     """Folder and step of the run that this one extends, if any."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of model, frozen tensors, teacher or logits, and held-out data: `uptrain.runs.fingerprints`."""
+        return self.identities
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
@@ -67,11 +72,11 @@ class Run:
         if self.budget.original_tokens is not None:
             checks.whole_number(self.budget.original_tokens, "budget.original_tokens")
         if self.parent is not None:
-            check_types(self.parent, PARENT, "parent")
-        for name in self.identities:
+            check_types(self.parent, PARENT_TYPES, "parent")
+        for name in self.fingerprints:
             if name != "frozen" and (name not in FINGERPRINTED or not getattr(self.settings, name)):
                 raise InputError(f"identities.{name} matches no setting")
-        if ("frozen" in self.identities) != (self.settings.trainable != "all"):
+        if ("frozen" in self.fingerprints) != (self.settings.trainable != "all"):
             raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")
 
 
@@ -94,13 +99,13 @@ def locked(folder: Path) -> Iterator[FileLock]:
         yield file_lock
 
 
-def read_run_state(path: Path) -> dict[str, Any]:
+def read_run_status(path: Path) -> dict[str, Any]:
     """Return the content of run_state.json; empty before the first start. Raises InputError if it is damaged."""
     if not path.exists():
         return {}
     try:
-        content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
-        state = check_types(content, RUN_STATE_TYPES)
+        content = EARLIER_RUN_STATUS | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        state = check_types(content, RUN_STATUS_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")

@@ -22,6 +22,7 @@ from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
 from uptrain.budget.identify import shape_warning
+from uptrain.data.checks import check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
     ensure_cache,
@@ -36,17 +37,9 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
+from uptrain.models.checks import check_init, check_models, check_teachers_tokenizer
 from uptrain.models.trainable_parts import text_only_warning
-from uptrain.runs.checks import (
-    check_batch,
-    check_init,
-    check_is_not_student,
-    check_layer_names,
-    check_models,
-    check_teachers_tokenizer,
-    check_tokenizer,
-    warn_of_own_logits,
-)
+from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, warn_of_own_logits
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import Run
 from uptrain.runs.make_folder import refuse_existing, refuse_inside

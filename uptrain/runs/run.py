@@ -10,11 +10,10 @@ RUN/run_state.json        {"status": "running" | "preempted" | "finished" | "hal
 import hashlib
 import math
 import os
-import shlex
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,30 +25,37 @@ from accelerate import Accelerator
 from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, size, warn
 from model.common.counts import counted, format_count
-from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
+from model.common.errors import InputError
 from model.common.file_lock import FileLock
 from model.common.file_names import RUN_JSON
 from model.common.files import replace_file
-from model.common.printable import one_line
 from model.common.processes import pid_namespace, process_start
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
-from uptrain.checkpoints.files import SPARE, list_checkpoints
+from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
-from uptrain.checkpoints.tensors import SaveError, read_tensors
+from uptrain.checkpoints.tensors import read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
-from uptrain.distributed.collectives import gather, is_lost_process, on_main
+from uptrain.distributed.collectives import gather, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.load import uninitialized_student
 from uptrain.runs.build import build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
+from uptrain.runs.explain_errors import device_errors_as_run_error, explain_error
 from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_status
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
-from uptrain.training.loop import NonFiniteGradientsError, RunState, Training, log_tracker_failures, train
+from uptrain.training.loop import (
+    NO_STEP,
+    NonFiniteGradientsError,
+    Training,
+    TrainingProgress,
+    log_tracker_failures,
+    train,
+)
 from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.losses import LOSSES
 from uptrain.training.trackers import finish_trackers, start_trackers
@@ -72,18 +78,18 @@ def start(
     # Each process chose the default by its own device. All must take as many windows at a time.
     settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
-    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last)
-    with _device_errors_as_run_error(accelerator):
-        training = build_initial(settings, config_folder, accelerator, out, checkpoints)
-    training.deadline, training.show = deadline, without_errors(show)
+    lock = _RunLock(accelerator, out)
+    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
+    show = without_errors(show)
+    with device_errors_as_run_error(accelerator):
+        training = build_initial(settings, config_folder, accelerator, out, checkpoints, deadline, show)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
             raise InputError(f"weights of {folder} are NaN or infinite; the checkpoint is damaged.")
     on_main(accelerator, lambda: make_folder(settings, budget, run_fingerprints(settings), config_folder, out))
-    with _locked_on_main(accelerator, out) as check_lock:
-        checkpoints.check_lock = check_lock
-        return train_run(out, settings, training, RunState(), None)
+    with lock.held():
+        return train_run(out, settings, training, TrainingProgress(), None)
 
 
 def resume(folder: Path, changes: dict[str, Any], deadline: float, show: ProgressSink) -> str:
@@ -100,8 +106,9 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes, is_new=False)
     check_same_data(settings.data, run.cache_sha256)
-    with _locked_on_main(accelerator, folder) as check_lock:
-        checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last)
+    lock = _RunLock(accelerator, folder)
+    with lock.held():
+        checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
         checkpoint = checkpoints.newest()
         is_at_end = checkpoint is not None and checkpoint.state["step"] == settings.steps
         if is_at_end and on_main(accelerator, lambda: _is_finished(folder)):
@@ -109,96 +116,87 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         if changes:
             on_main(accelerator, lambda: replace_file(folder / RUN_JSON, json_text(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
-        on_main(accelerator, lambda: check_same(settings, run.identities, with_model=checkpoint is None))
-        with _device_errors_as_run_error(accelerator):
+        on_main(accelerator, lambda: check_same(settings, run.fingerprints, with_model=checkpoint is None))
+        saved_step = NO_STEP if checkpoint is None else checkpoint.state["step"]
+        common = (accelerator, folder, checkpoints, deadline, without_errors(show), saved_step)
+        with device_errors_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, accelerator, folder, checkpoints)
+                training = build_initial(settings, folder / MODEL, *common)
             else:
-                training = build(settings, uninitialized_student(folder / MODEL), accelerator, folder, checkpoints)
-        training.deadline, training.show = deadline, without_errors(show)
-        checkpoints.check_lock = check_lock
+                training = build(settings, uninitialized_student(folder / MODEL), *common)
         if checkpoint is None:
-            return train_run(folder, settings, training, RunState(), None)
+            return train_run(folder, settings, training, TrainingProgress(), None)
         read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
         if not has_finite_weights(training.loss_module, accelerator):
             raise InputError(
                 f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
             )
-        state = RunState(**{name: checkpoint.state[name] for name in vars(RunState())})
-        training.saved_step, training.rotation_is_due = state.step, True
-        return train_run(folder, settings, training, state, checkpoint)
+        progress = TrainingProgress(**{name: checkpoint.state[name] for name in vars(TrainingProgress())})
+        return train_run(folder, settings, training, progress, checkpoint)
 
 
 def _is_finished(folder: Path) -> bool:
     """Return whether a run at its last step has also evaluated, which one that was stopped there has not."""
     try:
-        return bool(read_run_state(folder / RUN_STATE).get("status") == "finished")
+        return bool(read_run_status(folder / RUN_STATE).get("status") == "finished")
     except InputError:  # damaged; training writes it again
         return False
 
 
-@contextmanager
-def _device_errors_as_run_error(accelerator: Accelerator) -> Iterator[None]:
-    """Raise RunError, or RankError in one of many processes, if the models do not fit into memory or a GPU fails."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            text = (
-                f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices. "
-                "`uptrain plan --memory` shows what fits."
-            )
-        elif is_device_error(error):
-            text = f"the GPU failed ({_first_line(error)}) while models were read; try again, or use another device."
-        else:
-            raise
-        raise _own_error(text, accelerator) from error
+class _RunLock:
+    """The lock of a run, which the main process holds against other trainings."""
 
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        self._accelerator, self._folder = accelerator, folder
+        self._file_lock: FileLock | None = None
 
-@contextmanager
-def _locked_on_main(accelerator: Accelerator, folder: Path) -> Iterator[Callable[[], None]]:
-    """Lock a run on the main process; yield a check, for that process, that it still holds the lock.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock in the block. Raises InputError on all ranks if another training runs there."""
+        with ExitStack() as stack:
+            on_main(self._accelerator, lambda: self._acquire(stack))
+            yield
 
-    Raises InputError on all ranks if another training runs there.
-    """
-    with ExitStack() as lock:
-        locks: list[FileLock] = []
-        on_main(accelerator, lambda: locks.append(lock.enter_context(locked(folder))))
+    def _acquire(self, stack: ExitStack) -> None:
+        self._file_lock = stack.enter_context(locked(self._folder))
 
-        def check() -> None:
-            for file_lock in locks:
-                file_lock.check()
-
-        yield check
+    def check(self) -> None:
+        """Raise RunError on the main process if another training has taken the lock, see `FileLock.check`."""
+        if self._file_lock is not None:
+            self._file_lock.check()
 
 
 def train_run(
-    folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
+    folder: Path,
+    settings: Settings,
+    training: Training,
+    progress: TrainingProgress,
+    checkpoint: VerifiedCheckpoint | None,
 ) -> str:
-    """Train a run from `state.step`; return the status that run_state.json then holds.
+    """Train a run from `progress.step`; return the status that run_state.json then holds.
 
     Raises NonFiniteGradientsError like the loop, and RunError if the last checkpoint could not be written.
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
-    on_main(accelerator, lambda: _record_start(folder, settings, training, state, checkpoint))
+    on_main(accelerator, lambda: _record_start(folder, settings, training, progress, checkpoint))
     if settings.track and accelerator.is_main_process:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
-        log_tracker_failures(training, state.step, start_trackers(accelerator, folder, _run_id(folder), config))
+        log_tracker_failures(training, progress.step, start_trackers(accelerator, folder, _run_id(folder), config))
     try:
         with fast_float32_matmul(accelerator.device.type):
-            reason = train(training, state)
+            reason = train(training, progress)
     except Exception as error:
-        failure = _explain(error, folder, state.step, accelerator)
+        failure = explain_error(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
             status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
-            _write_last_run_state(folder, status, state.step, str(failure))
+            _write_last_run_status(folder, status, progress.step, str(failure))
         if failure is error:
             raise
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        _write_last_run_state(folder, status, state.step, reason)
+        _write_last_run_status(folder, status, progress.step, reason)
         try:
             training.metrics.flush()
         except OSError as error:
@@ -219,7 +217,7 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
     others = min(settings.keep_last, (settings.steps - 1) // settings.save_every) + (settings.schedule == "wsd")
-    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + SPARE)
+    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + FREE_SPACE_FACTOR)
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return None
@@ -230,70 +228,25 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     )
 
 
-def _explain(error: Exception, folder: Path, step: int, accelerator: Accelerator) -> Exception:
-    """Return a RunError of one line in place of an error that the user can resolve; return any other error unchanged.
-
-    An error that all ranks share, such as a failed save, becomes a RunError, which the main process reports. An error
-    of one rank becomes a RankError.
-    """
-    hint = f"`uptrain resume {shlex.quote(str(folder))}` {_resumed_at(folder)}"
-    if isinstance(error, SaveError):
-        return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
-    if is_out_of_memory(error):
-        text = (
-            f"after step {step}, memory ran out ({_first_sentence(error)}). {hint}, also with a smaller --micro-batch "
-            "or --activation-checkpointing; `uptrain plan --memory` shows what fits."
-        )
-        return _own_error(text, accelerator)
-    if is_device_error(error):
-        text = (
-            f"after step {step}, the GPU failed ({_first_line(error)}). {hint}; if it fails again, on another device."
-        )
-        return _own_error(text, accelerator)
-    if is_lost_process(error):
-        message = _first_sentence(error)
-        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}.")
-    if isinstance(error, (InputError, OSError)):
-        return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
-    return error
-
-
-def _first_sentence(error: Exception) -> str:
-    return one_line(str(error)).partition(". ")[0]
-
-
-def _first_line(error: Exception) -> str:
-    """Return what failed, without CUDA's advice on how to debug it."""
-    return one_line(str(error).strip().partition("\n")[0])
-
-
-def _own_error(text: str, accelerator: Accelerator) -> RunError:
-    """Return the error of one process: if it is one of many, a RankError, which that process prints itself."""
-    is_one_of_many = accelerator.num_processes > 1
-    return RankError(f"process {accelerator.process_index}, {text}") if is_one_of_many else RunError(text)
-
-
-def _resumed_at(folder: Path) -> str:
-    try:
-        is_saved = bool(list_checkpoints(folder / CHECKPOINTS))
-    except OSError:  # it must not hide the error to explain
-        is_saved = True
-    return "continues from the newest checkpoint" if is_saved else "starts at step 0 (no checkpoint was saved)"
-
-
 def _record_start(
-    folder: Path, settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None
+    folder: Path,
+    settings: Settings,
+    training: Training,
+    progress: TrainingProgress,
+    checkpoint: VerifiedCheckpoint | None,
 ) -> None:
-    _log_start(settings, training, state, checkpoint)
+    _log_start(settings, training, progress, checkpoint)
     if warning := _disk_space_warning(folder, settings, training):
         warn(warning)
-    _write_run_state(folder, "running", state.step)
+    _write_run_status(folder, "running", progress.step)
 
 
-def _log_start(settings: Settings, training: Training, state: RunState, checkpoint: VerifiedCheckpoint | None) -> None:
+def _log_start(
+    settings: Settings, training: Training, progress: TrainingProgress, checkpoint: VerifiedCheckpoint | None
+) -> None:
     """Log start or resume, and print READY: signals are handled from now on. First say what a new run does."""
-    training.metrics.rewind(state.step)
-    event: dict[str, Any] = {"step": state.step, "event": "resumed" if checkpoint else "started"}
+    training.metrics.rewind(progress.step)
+    event: dict[str, Any] = {"step": progress.step, "event": "resumed" if checkpoint else "started"}
     accelerator = training.accelerator
     event |= {"time": time.time(), "processes": accelerator.num_processes, "threads": torch.get_num_threads()}
     event["device"] = accelerator.device.type
@@ -326,7 +279,7 @@ def _describe(settings: Settings, training: Training) -> str:
     )
 
 
-def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> None:
+def _write_run_status(folder: Path, status: str, step: int, reason: str = "") -> None:
     pid = os.getpid()
     state = {
         "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
@@ -335,9 +288,9 @@ def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> 
     replace_file(folder / RUN_STATE, json_text(state))
 
 
-def _write_last_run_state(folder: Path, status: str, step: int, reason: str) -> None:
-    """Write the state of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
+def _write_last_run_status(folder: Path, status: str, step: int, reason: str) -> None:
+    """Write the status of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
     try:
-        _write_run_state(folder, status, step, reason)
+        _write_run_status(folder, status, step, reason)
     except OSError as error:
         warn(f"{RUN_STATE} could not be written, and still says that the run is running: {error}")

@@ -7,7 +7,6 @@ The loop waits for the device once in a step: it fetches loss and gradient norm 
 Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
 """
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -47,12 +46,15 @@ HALT_COUNT, HALT_WINDOW = 3, 100
 SAVE_SECONDS = 3600.0
 """A run is saved after this time at the latest, however many steps lie between checkpoints: it may end at any time."""
 
+NO_STEP = -1
+"""The step of the newest checkpoint if there is none."""
+
 STOP_CHECKS = 8
 """How often a long step, of at least twice as many micro-batches, looks for signals. Each time waits for the device."""
 
 
 @dataclass
-class RunState:
+class TrainingProgress:
     """Progress of a run: the content of a checkpoint besides its tensors."""
 
     step: int = 0
@@ -78,6 +80,10 @@ class Training:
     checkpoints: CheckpointStore
     metrics: Metrics
     stop_request: StopRequest
+    deadline: float
+    """`time.monotonic()` at which to stop."""
+    show: Callable[[dict[str, Any]], None]
+    """Called with each record of `metrics`, and during evaluations with `step`, and `evaluated` windows `of` all."""
     global_batch: int
     """Windows of one optimizer step, over all processes."""
     micro_batch: int
@@ -91,11 +97,7 @@ class Training:
     """The teacher's logits of `cache`, in place of the teacher."""
     shared_bytes: int = 0
     """Bytes of frozen parameters that the student shares with the teacher."""
-    deadline: float = math.inf
-    """`time.monotonic()` at which to stop."""
-    show: Callable[[dict[str, Any]], None] = lambda record: None
-    """Called with each record of `metrics`, and during evaluations with `step`, and `evaluated` windows `of` all."""
-    saved_step: int = -1
+    saved_step: int = NO_STEP
     """Step of the newest checkpoint."""
     save_tried_at: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when a checkpoint was last written, whether that succeeded or not, or the run was built."""
@@ -119,33 +121,33 @@ class NonFiniteGradientsError(RunError):
     """Halt of a run: weights are not finite, or too many gradients were not."""
 
 
-def train(training: Training, state: RunState) -> str:
-    """Train from `state.step`; return "finished", or the reason for an earlier stop.
+def train(training: Training, progress: TrainingProgress) -> str:
+    """Train from `progress.step`; return "finished", or the reason for an earlier stop.
 
     Raises NonFiniteGradientsError in three cases. If 3 of 100 gradients were not finite, the state is saved first. If
     those 3 were consecutive, or if weights are not finite, nothing is saved. Raises SaveError if the last save failed.
     """
     training.loss_module.train()
     _join_buckets(training)
-    steps = range(state.step, training.schedule.total_steps)
+    steps = range(progress.step, training.schedule.total_steps)
     with closing(_batches(training, steps)) as batches:
         for step in steps:
             if (reason := _evaluate_if_due(training, step)) is not None:
-                return _stop(training, state, reason)
+                return _stop(training, progress, reason)
             try:
-                due = _train_step(training, state, step, batches)
+                due = _train_step(training, progress, step, batches)
             except _StepAbandonedError:
                 _zero_gradients(training)
                 due = _Due(stop=True)
             if due.stop:
-                return _stop(training, state, _reason(training))
-            if due.save or state.step % training.save_every == 0 or state.step == decay_start(training.schedule):
-                _try_to_save(training, state)
+                return _stop(training, progress, _reason(training))
+            if due.save or progress.step % training.save_every == 0 or progress.step == decay_start(training.schedule):
+                _try_to_save(training, progress)
     if training.eval_cache is not None:  # it may take long, and a run that is killed in it has made its last step
-        _try_to_save(training, state)
+        _try_to_save(training, progress)
     if (reason := _evaluate_if_due(training, training.schedule.total_steps)) is not None:
-        return _stop(training, state, reason)
-    _save(training, state)  # unless that has just succeeded
+        return _stop(training, progress, reason)
+    _save(training, progress)  # unless that has just succeeded
     _rotate_if_due(training)
     return "finished"
 
@@ -187,7 +189,7 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
     return one_ahead(batches)
 
 
-def _train_step(training: Training, state: RunState, step: int, batches: Iterator[Batch]) -> _Due:
+def _train_step(training: Training, progress: TrainingProgress, step: int, batches: Iterator[Batch]) -> _Due:
     """Make and record one step; return what is due after it."""
     started = time.perf_counter()
     # For a class of transformers that draws random numbers in training. NumPy guarantees the stream of a SeedSequence.
@@ -197,11 +199,11 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
     n_targets = max(1, training.cache.n_targets(windows))  # without targets, loss and gradient are 0
     rate = learning_rate(training.schedule, step)
     set_learning_rate(training.optimizer, rate)
-    rate = applied_rate(training.optimizer, rate, step + 1 - len(state.skipped))
+    rate = applied_rate(training.optimizer, rate, step + 1 - len(progress.skipped))
     n_batches = -(-len(windows[_own_part(training)]) // training.micro_batch)
     device_loss = _backward(training, islice(batches, n_batches), n_batches, n_targets)
     device_norm = _clip(training)
-    spikes = SpikeDetector(training.spike_sigma, state.grad_norms)
+    spikes = SpikeDetector(training.spike_sigma, progress.grad_norms)
     queued = can_skip_on_device(training.optimizer)
     if queued:
         step_unless(training.optimizer, ~device_norm.isfinite() | (device_norm > spikes.limit()))
@@ -211,27 +213,27 @@ def _train_step(training: Training, state: RunState, step: int, batches: Iterato
         _rotate_if_due(training)
         skip = spikes.record(grad_norm)
     else:
-        state.not_finite.append(step + 1)
+        progress.not_finite.append(step + 1)
         skip = True
     if skip:
-        state.skipped.append(step + 1)
+        progress.skipped.append(step + 1)
     elif not queued:
         training.optimizer.step()
     _zero_gradients(training)
     n_tokens = _n_tokens(training.cache, windows)
-    state.step, state.tokens = step + 1, state.tokens + n_tokens
+    progress.step, progress.tokens = step + 1, progress.tokens + n_tokens
     record = {
-        "step": state.step,
+        "step": progress.step,
         "loss": loss_sum / n_targets,
         "learning_rate": rate,
         "grad_norm": grad_norm,
-        "tokens": state.tokens,
+        "tokens": progress.tokens,
         "windows": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
         "tokens_per_s": n_tokens / (time.perf_counter() - started),
         **({"skipped": True} if skip else {}),
     }
     _log_step(training, record)
-    _halt_on_non_finite(training, state)
+    _halt_on_non_finite(training, progress)
     return due
 
 
@@ -304,36 +306,37 @@ def _n_tokens(cache: TokenCache, windows: Integers) -> int:
     return int((np.minimum(begins + cache.seq_len, cache.manifest.n_tokens) - begins).sum())
 
 
-def _halt_on_non_finite(training: Training, state: RunState) -> None:
+def _halt_on_non_finite(training: Training, progress: TrainingProgress) -> None:
     """Raise NonFiniteGradientsError if the last gradient was not finite and weights are broken or too many were so."""
-    if state.not_finite[-1:] != [state.step]:
+    if progress.not_finite[-1:] != [progress.step]:
         return
-    _halt_if_weights_are_not_finite(training, state)
-    recent = [step for step in state.not_finite if step > state.step - HALT_WINDOW]
+    _halt_if_weights_are_not_finite(training, progress)
+    recent = [step for step in progress.not_finite if step > progress.step - HALT_WINDOW]
     if len(recent) < HALT_COUNT:
         return
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
-    if recent[-HALT_COUNT] == state.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
+    if recent[-HALT_COUNT] == progress.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
         raise NonFiniteGradientsError(
-            f"{text}; the weights are probably broken, and were not saved: {_last_good(training, state)}"
+            f"{text}; the weights are probably broken, and were not saved: {_last_good(training, progress)}"
         )
-    _save(training, state)
+    _save(training, progress)
     raise NonFiniteGradientsError(
         f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help."
     )
 
 
-def _halt_if_weights_are_not_finite(training: Training, state: RunState) -> None:
+def _halt_if_weights_are_not_finite(training: Training, progress: TrainingProgress) -> None:
     """Raise NonFiniteGradientsError if weights are not finite: no later gradient can be finite then."""
     if not has_finite_weights(training.loss_module, training.accelerator):
         raise NonFiniteGradientsError(
-            f"after step {state.step}, weights are NaN or infinite, and were not saved: {_last_good(training, state)}"
+            f"after step {progress.step}, weights are NaN or infinite, and were not saved: "
+            f"{_last_good(training, progress)}"
         )
 
 
-def _last_good(training: Training, state: RunState) -> str:
+def _last_good(training: Training, progress: TrainingProgress) -> str:
     """Return advice on the checkpoint to restart from after the last update has broken the weights."""
-    last_update = max(set(range(1, state.step + 1)) - set(state.skipped), default=0)
+    last_update = max(set(range(1, progress.step + 1)) - set(progress.skipped), default=0)
     steps = [step for step in list_checkpoints(training.checkpoints.folder) if step < last_update]
     if not steps:
         return "there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."
@@ -389,20 +392,20 @@ def _reason(training: Training) -> str:
     return "max-minutes" if time.monotonic() >= training.deadline else ""
 
 
-def _stop(training: Training, state: RunState, reason: str) -> str:
+def _stop(training: Training, progress: TrainingProgress, reason: str) -> str:
     """Save a checkpoint; return the reason of the lowest rank that has one."""
-    _save(training, state)
+    _save(training, progress)
     return next(filter(None, gather(training.accelerator, reason)))
 
 
-def _save(training: Training, state: RunState) -> None:
+def _save(training: Training, progress: TrainingProgress) -> None:
     """Write a checkpoint unless this step has one. Raises NonFiniteGradientsError first if weights are not finite."""
-    if training.saved_step != state.step:
-        _halt_if_weights_are_not_finite(training, state)
-        keep = state.step == decay_start(training.schedule)
+    if training.saved_step != progress.step:
+        _halt_if_weights_are_not_finite(training, progress)
+        keep = progress.step == decay_start(training.schedule)
         training.save_tried_at = time.monotonic()
-        training.checkpoints.save(training.loss_module, training.optimizer, asdict(state), keep)
-        training.saved_step, training.rotation_is_due = state.step, True
+        training.checkpoints.save(training.loss_module, training.optimizer, asdict(progress), keep)
+        training.saved_step, training.rotation_is_due = progress.step, True
 
 
 def _rotate_if_due(training: Training) -> None:
@@ -413,12 +416,12 @@ def _rotate_if_due(training: Training) -> None:
     training.rotation_is_due = False
 
 
-def _try_to_save(training: Training, state: RunState) -> None:
+def _try_to_save(training: Training, progress: TrainingProgress) -> None:
     """Write a checkpoint. If that fails, log an event and continue."""
     try:
-        _save(training, state)
+        _save(training, progress)
     except SaveError as error:
-        log_record(training, {"step": state.step, "event": "not saved", "why": str(error)})
+        log_record(training, {"step": progress.step, "event": "not saved", "why": str(error)})
 
 
 def log_tracker_failures(training: Training, step: int, failures: list[str]) -> None:

@@ -26,7 +26,7 @@ from model.common.typed_json import check_types, parse_object
 Record = dict[str, Any]
 Number = float | None
 """None if the number was not finite."""
-KINDS: dict[str, dict[str, Any]] = {
+KIND_TYPES: dict[str, dict[str, Any]] = {
     "loss": {
         "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int, "windows": int,
         "tokens_per_s": float,
@@ -35,9 +35,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "event": {"step": int, "event": str},
 }  # fmt: skip
 """Required keys and their types of each kind of record, by the key that identifies the kind."""
-EVALUATION = {"targets": int, "loss": Number}
-TEACHER = {"teacher_loss": Number, "kl": Number, "agreement": float}
-BEGINNING = {"time": float, "processes": int, "device": str}
+EVALUATION_TYPES = {"targets": int, "loss": Number}
+TEACHER_TYPES = {"teacher_loss": Number, "kl": Number, "agreement": float}
+START_TYPES = {"time": float, "processes": int, "device": str}
 LARGEST = 1e300
 """Limit of the absolute value of a number, so that sums and the limits of an axis stay finite."""
 LATEST = 253_402_300_799
@@ -179,10 +179,10 @@ def _parse(path: Path, number: int, line: str) -> Record:
 
 def _check(record: Record) -> None:
     """Raise InputError unless a record is of one of the kinds, with values of valid types and ranges."""
-    kind = next((key for key in KINDS if key in record), None)
+    kind = next((key for key in KIND_TYPES if key in record), None)
     if kind is None:
-        raise InputError(f"it has none of {', '.join(KINDS)}")
-    check_types(record, KINDS[kind])
+        raise InputError(f"it has none of {', '.join(KIND_TYPES)}")
+    check_types(record, KIND_TYPES[kind])
     for key, value in {**record, **record.get("evaluation", {})}.items():
         if isinstance(value, int | float) and abs(value) > LARGEST:
             raise InputError(f"{key} = {checks.short_repr(value)}; it must be at most {LARGEST:g}")
@@ -191,10 +191,10 @@ def _check(record: Record) -> None:
         checks.whole_number(record["tokens"], "tokens", least=0)
         checks.number(record["tokens_per_s"], "tokens_per_s", above=0.0)
     elif kind == "evaluation":
-        with_teacher = any(key in record["evaluation"] for key in TEACHER)
-        check_types(record["evaluation"], {**EVALUATION, **(TEACHER if with_teacher else {})}, kind)
+        with_teacher = any(key in record["evaluation"] for key in TEACHER_TYPES)
+        check_types(record["evaluation"], {**EVALUATION_TYPES, **(TEACHER_TYPES if with_teacher else {})}, kind)
     elif record["event"] in ("started", "resumed"):
-        check_types(record, BEGINNING)
+        check_types(record, START_TYPES)
         checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
         if "rejected" in record:
             check_types(record, {"rejected": tuple[str, ...]})

@@ -7,10 +7,11 @@ from model.common import console
 from model.common.errors import InputError
 from model.common.staging import Staging
 from uptrain.data.prepare import journal
-from uptrain.data.prepare.quotas import MachineShard, SourceQuota
+from uptrain.data.prepare.quotas import SourceQuota
 from uptrain.data.prepare.tokenise import stop_message
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.data.prepare.workers import Pool, do_unit
+from uptrain.machine_shards import MachineShard
 
 SKIPPED_SHARE = 0.001
 """Largest share of bad records that may be skipped."""

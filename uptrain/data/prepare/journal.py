@@ -1,9 +1,8 @@
 """Record finished work units in a staging folder, and join those of other machines."""
 
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,48 +13,11 @@ from model.common.errors import InputError
 from model.common.files import file_sha256
 from model.common.machine import n_cores
 from model.common.staging import Staging
-from uptrain.data.prepare.quotas import MachineShard
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord
+from uptrain.machine_shards import open_machine_shards
 
 START_BYTES = 8
-
-
-@contextmanager
-def open_staging(
-    out: Path,
-    inputs: Mapping[str, object],
-    temporary: bool = False,
-    continues: str = "the corrected command continues from there, unless it changes the tokenizer or --text-column",
-) -> Iterator[Staging]:
-    """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
-
-    `temporary`: OUT is in a folder that the caller deletes, so no work is kept in it. `continues` says after an
-    InputError what continues with the finished work.
-    """
-    with Staging(out.resolve()) as staging:
-        staging.open(inputs)
-        try:
-            yield staging
-        except InputError as error:
-            if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
-                staging.discard()
-                raise
-            hint = f"Finished work is kept in {staging.root}, and {continues}."
-            raise InputError(f"{error} ({hint})") from error
-        except OSError as error:
-            if temporary:
-                raise
-            hint = f"finished work is kept in {staging.root}, and the same command continues from there."
-            raise OSError(f"{error}; {hint}") from error
-
-
-def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
-    """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
-    if machine_shard is None:
-        return out
-    out = out.resolve()  # as `open_machine_shards` finds it, also by a link
-    return out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
 
 
 def record(staging: Staging, unit: Unit, unit_record: UnitRecord) -> None:
@@ -124,26 +86,3 @@ def _check_same_files(other: Staging, units: list[Unit]) -> None:
             f"modification time differ, as of {differing[0].pieces[0].path}. Give the files that it read, under the "
             "same paths, or remove it to tokenise these units anew."
         )
-
-
-@contextmanager
-def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Iterator[list[Staging]]:
-    """Open the staging folders of all machine shards; remove them if the context succeeds.
-
-    Raises InputError if a machine is still working on its shard, or has finished work of other inputs.
-    """
-    pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
-    roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
-    with ExitStack() as stack:
-        others = [stack.enter_context(_open_machine_shard(root, inputs)) for root in roots]
-        yield others
-        for other in others:
-            other.discard()
-
-
-@contextmanager
-def _open_machine_shard(root: Path, inputs: Mapping[str, object]) -> Iterator[Staging]:
-    """Open the staging folder of a machine shard."""
-    with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
-        staging.open(inputs)
-        yield staging

@@ -17,13 +17,14 @@ from model.common.staging import check_out
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.build import CacheBuild
 from uptrain.data.prepare.publish import INPUTS, CacheFormat, publish
-from uptrain.data.prepare.quotas import MachineShard, Records, SourceQuota, make_source_quotas
+from uptrain.data.prepare.quotas import Records, SourceQuota, make_source_quotas
 from uptrain.data.prepare.sources import Source, find_sources
 from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
 from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache, id_dtype
+from uptrain.machine_shards import MachineShard, open_staging, staging_out
 
 UNITS_FORMAT = 3
 """Version of the content of work units. Increase it with each change, so that units of old versions are not reused."""
@@ -89,8 +90,13 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         options.seq_len, id_dtype(vocab_size), vocab_size,
         tokenizer.sha256 if tokenizer else "",
     )  # fmt: skip
-    staging_out = journal.staging_out(options.out, options.machine_shard)
-    with journal.open_staging(staging_out, plan.unit_inputs, options.temporary) as staging:
+    kept = open_staging(
+        staging_out(options.out, options.machine_shard),
+        plan.unit_inputs,
+        continues="the corrected command continues from there, unless it changes the tokenizer or --text-column",
+        temporary=options.temporary,
+    )
+    with kept as staging:
         job = Job(staging.folder, vocab_size, cache_format.dtype, options.text_column, options.skip_bad)
         with Pool(options.workers, job, tokenizer) as pool, ExitStack() as joined:
             if options.machine_shard is None:

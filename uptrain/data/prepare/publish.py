@@ -55,7 +55,7 @@ def publish(
         )
     checksums = _checksums(taken, staging, build.pool, quiet)
     for unit, _ in taken:
-        check_unchanged(unit, records[unit.number].identity)
+        check_unchanged(unit, records[unit.number].fingerprint)
     shards = {
         unit.number: _shard(staging.folder, unit, n, records[unit.number], cache_format.dtype) for unit, n in taken
     }

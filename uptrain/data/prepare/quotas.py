@@ -9,20 +9,10 @@ from fractions import Fraction
 from model.common.errors import InputError
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.work_units import Unit, UnitRecord
+from uptrain.machine_shards import MachineShard
 
 Records = Mapping[int, UnitRecord]
 """Finished work units by number."""
-
-
-@dataclass(frozen=True)
-class MachineShard:
-    """Work units of one machine: every `of`-th unit, beginning with number − 1."""
-
-    number: int = 1
-    of: int = 1
-
-    def has(self, unit: int) -> bool:
-        return unit % self.of == self.number - 1
 
 
 @dataclass(frozen=True)

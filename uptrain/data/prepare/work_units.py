@@ -59,6 +59,11 @@ class UnitRecord:
     other_labels: int = 0
     """Number of documents whose labels were others than their ids."""
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """The fingerprint that the unit had when it was read."""
+        return self.identity
+
 
 def file_fingerprint(path: str) -> list[Any]:
     """Return a file's absolute path, size in bytes, and modification time in nanoseconds."""

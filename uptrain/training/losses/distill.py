@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from model.decoder.chunk_size import chunk_size
 from model.decoder.loading import LanguageModel
-from model.decoder.losses import LossAndGradient, chunk_size, chunked_loss
+from model.decoder.losses import LossAndGradient, chunked_loss
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.training.logits import hidden_states, whole_logits
@@ -41,4 +42,5 @@ def run_models(
     with torch.no_grad():
         teacher_NM = hidden_states(teacher, batch)
     student_NM = hidden_states(student, batch)
-    return student_NM, kl_of_chunks(teacher_NM, teacher.head_weight, chunk_size(student_NM, student.head_weight))
+    size = chunk_size(len(student_NM), student_NM.shape[1], len(student.head_weight))
+    return student_NM, kl_of_chunks(teacher_NM, teacher.head_weight, size)

@@ -12,21 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoder.loading import LanguageModel
-from model.decoder.losses import ChunkLogits, LossAndGradient, chunk_size, chunked_loss
+from model.decoder.losses import ChunkLogits, LossAndGradient
 from uptrain.data.batch import Batch
 from uptrain.training.logits import whole_logits
-
-
-def chunked_kl(
-    student_NM: Tensor, weight_VM: Tensor, teacher_NM: Tensor, teacher_weight_VM: Tensor, has_target_N: Tensor
-) -> Tensor:
-    """Return Σ Σ_v p_teacher (log p_teacher − log p_student) in float32, over the tokens where `has_target_N`.
-
-    p = softmax(hidden · weightᵀ). Gradients flow to the student only. This is for tests and benchmarks: the losses call
-    `kl_of_chunks` themselves.
-    """
-    kl = kl_of_chunks(teacher_NM, teacher_weight_VM, chunk_size(student_NM, weight_VM))
-    return chunked_loss(student_NM, weight_VM, has_target_N, kl)
 
 
 def kl_of_chunks(teacher_NM: Tensor, teacher_weight_VM: Tensor, size: int) -> LossAndGradient:

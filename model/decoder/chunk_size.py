@@ -1,0 +1,19 @@
+"""Choose how many tokens of a large vocabulary's logits are computed at a time. Needs no torch."""
+
+MIN_CHUNK_LOGITS = 1 << 23
+"""Smallest number of logits in a chunk, 32 MB in float32. Fewer would need too many passes over the weight's
+gradient."""
+
+
+def most_chunk_logits(n_tokens: int, hidden_size: int) -> int:
+    """Return the largest number of logits in a chunk, if one token does not have more.
+
+    It is that of the numbers in the hidden states of all `n_tokens` tokens, or MIN_CHUNK_LOGITS if that is more. So the
+    weight of a wide model, which takes long to read, is read rarely (the rule of Liger, Hsu et al. 2024).
+    """
+    return max(MIN_CHUNK_LOGITS, n_tokens * hidden_size)
+
+
+def chunk_size(n_tokens: int, hidden_size: int, vocab_size: int) -> int:
+    """Return the number of tokens per chunk, at least 1. The last chunk may have fewer."""
+    return max(1, most_chunk_logits(n_tokens, hidden_size) // vocab_size)

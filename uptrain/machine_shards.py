@@ -1,0 +1,76 @@
+"""Divide work among machines, each with a staging folder beside OUT, and open those folders. Needs no torch."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.common.errors import InputError
+from model.common.staging import Staging
+
+
+@dataclass(frozen=True)
+class MachineShard:
+    """Work units of one machine: every `of`-th unit, beginning with number − 1."""
+
+    number: int = 1
+    of: int = 1
+
+    def has(self, unit: int) -> bool:
+        return unit % self.of == self.number - 1
+
+
+@contextmanager
+def open_staging(out: Path, inputs: Mapping[str, object], continues: str, temporary: bool = False) -> Iterator[Staging]:
+    """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
+
+    `continues` says after an InputError what continues with the finished work. `temporary`: OUT is in a folder that the
+    caller deletes, so no work is kept in it.
+    """
+    with Staging(out.resolve()) as staging:
+        staging.open(inputs)
+        try:
+            yield staging
+        except InputError as error:
+            if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
+                staging.discard()
+                raise
+            hint = f"Finished work is kept in {staging.root}, and {continues}."
+            raise InputError(f"{error} ({hint})") from error
+        except OSError as error:
+            if temporary:
+                raise
+            hint = f"finished work is kept in {staging.root}, and the same command continues from there."
+            raise OSError(f"{error}; {hint}") from error
+
+
+def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
+    """Return the path beside which to stage the build: OUT, or a name of its own for a machine shard."""
+    if machine_shard is None:
+        return out
+    out = out.resolve()  # as `open_machine_shards` finds it, also by a link
+    return out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
+
+
+@contextmanager
+def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Iterator[list[Staging]]:
+    """Open the staging folders of all machine shards; remove them if the context succeeds.
+
+    Raises InputError if a machine is still working on its shard, or has finished work of other inputs.
+    """
+    pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
+    roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
+    with ExitStack() as stack:
+        others = [stack.enter_context(_open_machine_shard(root, inputs)) for root in roots]
+        yield others
+        for other in others:
+            other.discard()
+
+
+@contextmanager
+def _open_machine_shard(root: Path, inputs: Mapping[str, object]) -> Iterator[Staging]:
+    """Open the staging folder of a machine shard."""
+    with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
+        staging.open(inputs)
+        yield staging
