@@ -144,8 +144,9 @@ def test_terminated_verify_leaves_no_scratch(convert, parent, tmp_path):
     out, scratch = tmp_path / "out", tmp_path / "tmp"
     scratch.mkdir()
     convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).succeeded()
-    code = "import os, signal; from convert.planning.plan import Plan\n"
-    code += "Plan.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
+    code = "import os, signal; from convert.calibration import calibrate\n"
+    code += "calibrate.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "from convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "verify", str(parent), str(out)]
     result = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
