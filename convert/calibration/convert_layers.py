@@ -11,11 +11,11 @@ from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.calibration_text.text import CalibrationText
+from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
+from convert.layer_tensors.layer_file import FINISHED, save_layer
 from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
-from convert.merging.layer import ConvertedLayer, LayerConversion
-from convert.merging.layer_file import FINISHED, save_layer
-from convert.merging.recipe import Recipe
+from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.files import sync_folder

@@ -17,8 +17,8 @@ from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentConversion
 from convert.latent.matrices import LatentMatrices
+from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layers.layer_stream import CalibrationLayer
-from convert.merging.layer import ConvertedLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 

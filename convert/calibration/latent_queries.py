@@ -20,8 +20,8 @@ from torch import Tensor
 from convert.calibration.input_moments import DrawnKeys
 from convert.latent.closed_form import LatentTarget
 from convert.latent.matrices import LatentMatrices
+from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import CalibrationLayer
-from convert.merging.weights import HeadMatrices
 from model.decoder.devices import float64_device, to_float64
 from model.decoder.rope import cos_sin, rotate
 

@@ -19,8 +19,8 @@ from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_pair_indices
 from convert.latent.layer import LatentConversion
+from convert.layer_tensors.head_matrices import Real
 from convert.layers.layer_stream import CalibrationLayer, iter_layers
-from convert.merging.weights import Real
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error, to_float64

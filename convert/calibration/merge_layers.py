@@ -15,12 +15,13 @@ from convert.calibration.float32_weights import head_weights, with_head_weights
 from convert.calibration.head_moments import HeadSums
 from convert.calibration.layer_output import squared_error
 from convert.calibration_text.text import CalibrationText
+from convert.layer_tensors.converted_layer import ConvertedLayer
+from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import CalibrationLayer
-from convert.merging.layer import ConvertedLayer, LayerMerge, finish_layer, merge_with_maps, read_attention
+from convert.merging.layer import LayerMerge, finish_layer, merge_with_maps, read_attention
 from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise
-from convert.merging.weights import HeadMatrices
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 

@@ -12,7 +12,10 @@ from convert.layers.layer_stream import CalibrationLayer
 
 
 class QueryDraws:
-    """Draws on the CPU, so that they do not depend on the layer's device. Call in the order of the windows."""
+    """Draw at random, on the CPU, so that the result does not depend on the layer's device.
+
+    Each call continues the random numbers of the call before, so call in the order of the windows.
+    """
 
     def __init__(self, layer: CalibrationLayer, n_queries: int) -> None:
         """`n_queries`: number of queries of a head, over the whole text."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from convert.calibration.float32_weights import AnyMatrices, with_output
+from convert.layer_tensors.head_matrices import join_heads
 from convert.layers.layer_stream import is_validation_window
-from convert.merging.weights import join_heads
 from model.decoder.devices import float64_device
 
 RIDGE_PENALTIES = (1e-1, 1e-2, 1e-3)

@@ -14,13 +14,14 @@ from convert.calibration.convert_layers import write_layers
 from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import merge_layer
 from convert.calibration_text.text import CalibrationText
+from convert.layer_tensors.converted_layer import ConvertedLayer
+from convert.layer_tensors.layer_file import load_layer
+from convert.layer_tensors.rounding import widen
 from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.clipping import find_clip, scale_into_clip
-from convert.merging.layer import ConvertedLayer, LayerMerge, attention_of, finish_layer, read_attention
-from convert.merging.layer_file import load_layer
-from convert.merging.rounding import widen
+from convert.merging.layer import LayerMerge, attention_of, finish_layer, read_attention
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.console import Advance

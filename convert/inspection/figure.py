@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 
 from convert.inspection.heads import HeadReport, LayerHeads
 from convert.inspection.summary import group_label
-from convert.merging.weights import Real
+from convert.layer_tensors.head_matrices import Real
 from model.common.plot_style import INK, PLOT_STYLE
 
 EMPTY = "#ececef"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from convert.errors import UnsupportedMethodError
+from convert.layer_tensors.head_matrices import HeadMatrices, Real
 from convert.merging.heads import compare_heads
 from convert.merging.layer import LayerMerge, read_attention
 from convert.merging.methods import pca
@@ -24,8 +25,7 @@ from convert.merging.moments import (
     split_groups,
 )
 from convert.merging.norms import normalise
-from convert.merging.recipe import Recipe
-from convert.merging.weights import HeadMatrices, Real
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import layer_number
@@ -116,7 +116,7 @@ def head_layers(checkpoint: Checkpoint) -> tuple[LayerMerge, ...]:
             f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
         )
     try:
-        return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], Recipe("pca"), None).conversions
+        return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], MergeRecipe("pca"), None).conversions
     except UnsupportedMethodError as error:
         raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
 

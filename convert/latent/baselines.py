@@ -20,7 +20,7 @@ from convert.latent import LatentMethod
 from convert.latent.closed_form import InputMoments, LatentTarget, join_parts
 from convert.latent.frequencies import folds
 from convert.latent.matrices import LatentMatrices
-from convert.merging.weights import HeadMatrices, Real
+from convert.layer_tensors.head_matrices import HeadMatrices, Real
 
 
 def solve_as(method: LatentMethod, before: HeadMatrices, moments: InputMoments, target: LatentTarget) -> LatentMatrices:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from convert.latent.frequencies import Fold, SourceRope, coherence, folds, frequencies_at
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
-from convert.merging.weights import Complex, HeadMatrices, Real
+from convert.layer_tensors.head_matrices import Complex, HeadMatrices, Real
 
 Matrix = NDArray[Any]
 """Real or complex."""

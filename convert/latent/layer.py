@@ -9,8 +9,9 @@ from convert.latent.frequencies import SourceRope
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
-from convert.merging.layer import ConvertedLayer, read_finite, rounded
-from convert.merging.weights import HeadMatrices, Real, split_heads
+from convert.layer_tensors.converted_layer import ConvertedLayer
+from convert.layer_tensors.head_matrices import HeadMatrices, Real, split_heads
+from convert.layer_tensors.rounding import read_finite, rounded
 from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convert.merging.weights import Real
+from convert.layer_tensors.head_matrices import Real
 
 ROUNDS = 4
 """Times that latent and heads are scaled in turn, since either changes what the other needs."""

@@ -16,7 +16,7 @@ from convert.latent import (
 )
 from convert.latent.frequencies import SourceRope, even_pair_indices, stock_pair_indices
 from convert.latent.sizes import LatentSizes
-from convert.merging.recipe import Recipe
+from convert.recipe import Recipe
 from model.common.checks import is_finite
 from model.common.errors import CheckpointError, InputError
 from model.common.typed_json import check_types
@@ -42,10 +42,6 @@ class LatentRecipe(Recipe):
     """The dtype of all weights; None for the source's own."""
 
     @property
-    def by_layer(self) -> bool:
-        return True
-
-    @property
     def method_name(self) -> str:
         return self.latent_method
 
@@ -65,9 +61,6 @@ class LatentRecipe(Recipe):
                 **({} if self.dtype is None else {"dtype": self.dtype}),
             },
         }  # fmt: skip
-
-    def check(self) -> None:
-        """Accept every combination: the options are checked when they are resolved."""
 
 
 def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:

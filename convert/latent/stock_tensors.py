@@ -20,8 +20,8 @@ import numpy as np
 
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
-from convert.merging.rounding import BFLOAT16, round_once
-from convert.merging.weights import Real, join_heads, split_heads
+from convert.layer_tensors.head_matrices import Real, join_heads, split_heads
+from convert.layer_tensors.rounding import BFLOAT16, round_once
 from model.checkpoint.latent_norm import KV_A, KV_A_NORM, KV_B, LATENT_CONSTANT, LATENT_SHRINK, norm_weight
 
 _PARTS = ("q_proj", KV_A, KV_A_NORM, KV_B, "o_proj")

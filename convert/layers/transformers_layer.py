@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from convert.layer_tensors.head_matrices import half_split_order
 from convert.layers.observed_layer import ObservedLayer
 from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights
 from convert.layers.transformers_norms import TransformersNorms
-from convert.merging.weights import half_split_order
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
 from model.decoder.observed_attention import ObservedCall, observe_attention

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from convert.layer_tensors.head_matrices import pair_means
 from convert.layers.runnable_layer import HeadWeights
-from convert.merging.weights import pair_means
 from model.attention_layout import Kind
 from model.families.family import HeadNorms
 

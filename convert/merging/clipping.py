@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.merging.weights import HeadMatrices, Real
+from convert.layer_tensors.head_matrices import HeadMatrices, Real
 
 
 def find_clip(config: Mapping[str, Any]) -> Any:

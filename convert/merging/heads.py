@@ -8,8 +8,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.layer_tensors.converted_layer import GroupReport
 from convert.merging.methods import find_head_method
-from convert.merging.recipe import Recipe
+from convert.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Array, Checkpoint, TensorInfo
 from model.common.errors import CheckpointError
@@ -45,16 +46,6 @@ class HeadMerge:
     def group_nbytes(self, tensor: TensorInfo) -> int:
         """Return the bytes of a group's heads. `tensor`: any of the tensors that hold them, for its row size."""
         return self.sources_per_head * self.source.rows_per_head * (tensor.nbytes // tensor.shape[0])
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """Similarity of a group's heads, and the norm of their merged head relative to theirs."""
-
-    norm_ratio: float
-    """Norm of the merged head ÷ mean norm of the group's heads."""
-    mean_cosine: float
-    """Mean cosine between the heads of the group, over all pairs; 1 for a group of one."""
 
 
 def tensor_rng(seed: int, name: str) -> np.random.Generator:

@@ -1,59 +1,36 @@
 """Merge the K/V heads of a whole layer, and adapt its queries and output projection."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.merging.heads import GroupReport, report_on_group
+from convert.layer_tensors.converted_layer import ConvertedLayer, GroupReport
+from convert.layer_tensors.head_matrices import (
+    HeadMatrices,
+    NormWeights,
+    Real,
+    half_split_order,
+    join_heads,
+    split_heads,
+)
+from convert.layer_tensors.rounding import read_finite, rounded
+from convert.merging.heads import report_on_group
 from convert.merging.methods import find_layer_method
 from convert.merging.moments import Maps, Moments, keep_logit_variance, map_heads, moments_from_weights
 from convert.merging.norms import normalise, with_norms
-from convert.merging.recipe import Recipe
-from convert.merging.rounding import round_once, widen
-from convert.merging.weights import HeadMatrices, NormWeights, Real, half_split_order, join_heads, split_heads
+from convert.merging.recipe import MergeRecipe
 from model.attention_layout import Heads, Sizes
-from model.checkpoint import Array, Checkpoint
-from model.common.errors import CheckpointError
+from model.checkpoint import Checkpoint
 from model.families.family import HeadNorms
-
-
-class LayerConversion(Protocol):
-    """A request to compute the attention of one layer of the output."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """All tensors of the output's layer."""
-        ...
-
-    @property
-    def file(self) -> str:
-        """The name of the layer's file in the calibration folder."""
-        ...
-
-    @property
-    def reported(self) -> tuple[Heads, ...]:
-        """The heads that have a report."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the layer's attention in float64."""
-        ...
-
-    def compute(self, checkpoint: Checkpoint) -> "ConvertedLayer":
-        """Compute the layer by its weights alone."""
-        ...
 
 
 @dataclass(frozen=True)
 class LayerMerge:
     """A request to merge one layer's attention, with the names of its tensors."""
 
-    recipe: Recipe
+    recipe: MergeRecipe
     n_rotary_pairs: int
     pairing: Literal["half", "interleaved"]
     """See `PositionEncoding.rotary_pairing`."""
@@ -131,17 +108,6 @@ class LayerMerge:
         return finish_layer(checkpoint, self, projected, merge_attention(before, moments, self.recipe.method))
 
 
-@dataclass(frozen=True)
-class ConvertedLayer:
-    """The layer's tensors by name, in their own dtypes, and a report for each group of K and V heads."""
-
-    tensors: dict[str, Array]
-    reports: dict[str, list[GroupReport]]
-    cut: tuple[int, int] = (0, 0)
-    """How many queries, keys and values of the calibration text the model's clip cuts, and how many there are; zeros
-    where they were not counted."""
-
-
 def merge_attention(attention: HeadMatrices, moments: list[Moments], method: str) -> HeadMatrices:
     """Return the attention with one K/V head per group. `moments` has one entry for each group."""
     merge_group = find_layer_method(method)
@@ -174,15 +140,6 @@ def finish_layer(
         values.label: _reports(values.label, before.v_KDX, after.v_KDX),
     }
     return ConvertedLayer(tensors, reports)
-
-
-def read_finite(checkpoint: Checkpoint, name: str) -> Real:
-    """Read a tensor as float64. Raises CheckpointError for NaN or infinity."""
-    tensor = checkpoint.tensors[name]
-    values: Real = widen(checkpoint.rows(name, 0, tensor.shape[0])).astype(np.float64)
-    if not np.isfinite(values).all():
-        raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
-    return values
 
 
 def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> HeadMatrices:
@@ -257,15 +214,6 @@ def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows:
     if name not in tensors:
         tensors[name] = np.empty((sum(heads.n * heads.rows_per_head for heads in sharing), *rows.shape[1:]))
     tensors[name][target[i].rows] = rows
-
-
-def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --method mean") -> Array:
-    """Round a computed tensor. Raises CheckpointError, with an advice, if it is too large for the dtype."""
-    with np.errstate(over="ignore"):  # the check below refuses what overflows
-        result = round_once(np.ascontiguousarray(values), dtype)
-    if not np.isfinite(result.astype(np.float64)).all():
-        raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; {advice}.")
-    return result
 
 
 def _reports(name: str, before_KDX: Real, after_GDX: Real) -> list[GroupReport]:

@@ -5,14 +5,14 @@ and `map_heads` multiplies the weights by these maps. So the same two numbers me
 `relative_logit_error` and `relative_output_error`.
 
 H query heads and K key/value heads of the group, G groups, D head_dim, F = K·D the key or value heads side by side, P
-RoPE pairs, X inputs, M outputs. Pair p of a head is its dimensions p and p + P (see `convert.merging.weights`).
+RoPE pairs, X inputs, M outputs. Pair p of a head is its dimensions p and p + P (see `HeadMatrices`).
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convert.merging.weights import Complex, HeadMatrices, Real
+from convert.layer_tensors.head_matrices import Complex, HeadMatrices, Real
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from convert.layer_tensors.head_matrices import HeadMatrices, NormWeights, Real
 from convert.merging.moments import Maps, Moments
-from convert.merging.weights import HeadMatrices, NormWeights, Real
 from model.families.family import HeadNorms
 
 SMALLEST_WEIGHT = 0.01

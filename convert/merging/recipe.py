@@ -1,28 +1,16 @@
-"""Describe one way to merge heads, with the text that it is calibrated on."""
+"""Describe one way to merge heads."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.errors import UnsupportedMethodError
 from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
-
-if TYPE_CHECKING:
-    from convert.calibration_text.text import CalibrationText
+from convert.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MergeRecipe(Recipe):
     """One way to merge. `refit`, `refine` and `text` apply to LAYER_METHODS only."""
-
-    method: str
-    seed: int = 0
-    refit: bool = False
-    refine: int = 0
-    """Tokens that each merged layer is trained on; 0 for none."""
-    text: "CalibrationText | None" = None
-    """The calibration text; None to merge by the weights alone."""
-    device: str = "cpu"
-    """The device that runs the model. It is not recorded, since it changes the rounding only."""
 
     @property
     def by_layer(self) -> bool:
@@ -30,20 +18,8 @@ class Recipe:
         return self.method in LAYER_METHODS
 
     @property
-    def method_name(self) -> str:
-        """The method in the words of the command's option."""
-        return self.method
-
-    @property
     def record(self) -> dict[str, Any]:
-        """The recipe's entries in `groupwise.json`: everything that the output depends on, rounding aside."""
-        record: dict[str, Any] = {"method": self.method, "seed": self.seed}
-        if self.method == REPEAT:
-            return record
-        return {
-            **record, "refit": self.refit, "refine": self.refine,
-            "calibration": self.text.record if self.text else None,
-        }  # fmt: skip
+        return {"method": self.method, "seed": self.seed} if self.method == REPEAT else super().record
 
     def check(self) -> None:
         """Raise UnsupportedMethodError if the choices are incompatible."""

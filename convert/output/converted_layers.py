@@ -5,8 +5,8 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
 
-from convert.merging.layer import ConvertedLayer, LayerConversion
-from convert.merging.layer_file import load_layer
+from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
+from convert.layer_tensors.layer_file import load_layer
 from model.checkpoint import Checkpoint
 
 

@@ -6,10 +6,10 @@ The card contains no times and no paths, so the same conversion gives the same b
 from dataclasses import dataclass
 
 from convert.merging.methods import LAYER_METHODS, REPEAT
-from convert.merging.recipe import Recipe
 from convert.planning.latent_plan import LatentPlan
 from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
+from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON

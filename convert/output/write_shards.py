@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from convert.layer_tensors.converted_layer import ConvertedLayer
+from convert.layer_tensors.rounding import round_once, widen
 from convert.merging.heads import merge_groups
-from convert.merging.layer import ConvertedLayer
-from convert.merging.rounding import round_once, widen
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled

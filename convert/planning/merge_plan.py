@@ -8,7 +8,7 @@ from typing import Any
 
 from convert.merging.layer import LayerMerge
 from convert.merging.methods import REPEAT
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
@@ -27,6 +27,7 @@ _TRANSFORMERS_BYTES = 200_000_000
 class MergePlan(Plan):
     """One merge of K/V heads, or their repetition, or a copy if their number stays."""
 
+    recipe: MergeRecipe
     conversions: tuple[LayerMerge, ...]
     native: bool
     """Whether the native decoder runs the source in calibration. Otherwise transformers' class does."""
@@ -70,7 +71,7 @@ class MergePlan(Plan):
 
 
 def make_merge_plan(
-    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: Recipe, max_shard_size: int | None
+    checkpoint: Checkpoint, n_kv_heads: int | None, recipe: MergeRecipe, max_shard_size: int | None
 ) -> MergePlan:
     """Plan a merge of `checkpoint` to `n_kv_heads` K/V heads; None keeps their number.
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common import checks
@@ -15,7 +15,7 @@ from model.families import Family, find_family
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
 
 
-def notes_of_merge(recipe: Recipe, family: Family) -> Iterator[str]:
+def notes_of_merge(recipe: MergeRecipe, family: Family) -> Iterator[str]:
     """Yield notes on merged heads."""
     if recipe.by_layer and not recipe.text:
         yield (

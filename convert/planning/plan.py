@@ -7,10 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from convert.merging.layer import LayerConversion
-from convert.merging.recipe import Recipe
+from convert.layer_tensors.converted_layer import LayerConversion
 from convert.planning.remote_code import Code
 from convert.planning.tensors import OutputTensor
+from convert.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, header_bytes, name_shards

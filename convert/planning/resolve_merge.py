@@ -1,4 +1,4 @@
-"""Resolve merge options into a Recipe, and choose the default method."""
+"""Resolve merge options into a MergeRecipe, and choose the default method."""
 
 from dataclasses import dataclass, replace
 
@@ -6,7 +6,7 @@ from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
 from convert.errors import UnsupportedMethodError
 from convert.merging.clipping import find_clip
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
@@ -35,7 +35,7 @@ class MergeOptions(CalibrationOptions):
         return given or ("--refit" if self.refit else None)
 
 
-def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> Recipe:
+def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> MergeRecipe:
     """Return the recipe of a conversion to `n_kv_heads`; None keeps their number.
 
     Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not
@@ -51,7 +51,7 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     if n_kv_heads == geometry.n_kv_heads:
         if options.training_option:
             console.warn(f"{options.training_option} has no effect: the model has {n_kv_heads} K/V heads already.")
-        return Recipe("mean")
+        return MergeRecipe("mean")
     if options.method is not None:
         return _recipe(checkpoint, geometry, options)
     if options.calibration == NONE:
@@ -67,7 +67,7 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
         ) from error
 
 
-def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> Recipe:
+def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> MergeRecipe:
     """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
     by_layer = options.method in LAYER_METHODS
@@ -75,7 +75,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         raise UnsupportedMethodError(
             f"{options.calibration_option} cannot be combined with --method {options.method}, which needs no text."
         )
-    recipe = Recipe(options.method, options.seed, options.refit, options.refine or 0)
+    recipe = MergeRecipe(options.method, options.seed, options.refit, options.refine or 0)
     if by_layer:
         check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration == NONE:

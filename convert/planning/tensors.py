@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convert.errors import UnsupportedMethodError
+from convert.layer_tensors.converted_layer import LayerConversion
 from convert.merging.heads import HeadMerge
-from convert.merging.layer import LayerConversion, LayerMerge
+from convert.merging.layer import LayerMerge
 from convert.merging.methods import HEAD_METHODS
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import TensorInfo
 from model.families.family import Family
@@ -112,7 +113,7 @@ def _prefixes(geometry: Geometry) -> list[str]:
 
 
 def layer_merges(
-    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: Recipe
+    geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int, recipe: MergeRecipe
 ) -> tuple[LayerMerge, ...]:
     """Return the merges of whole layers, in order, by one of LAYER_METHODS. `tensors`: the source's tensors.
 

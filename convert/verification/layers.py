@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from convert.latent.recipe import LATENT
-from convert.merging.layer import LayerConversion
-from convert.merging.recipe import Recipe
-from convert.merging.rounding import BFLOAT16, widen
+from convert.layer_tensors.converted_layer import LayerConversion
+from convert.layer_tensors.rounding import BFLOAT16, widen
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
+from convert.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
 from model.common.console import size

@@ -10,7 +10,8 @@ from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.latent.recipe import LATENT, read_latent_recipe
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS, REPEAT
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
+from convert.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
@@ -34,9 +35,10 @@ def recorded_recipe(
         raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
-    recipe = Recipe(record["method"], record["seed"], refit, refine, text, device)
+    entries = (record["method"], record["seed"], refit, refine, text, device)
     if record["method"] == LATENT:
-        return read_latent_recipe(record, recipe, out_path / CONVERSION_RECORD)
+        return read_latent_recipe(record, Recipe(*entries), out_path / CONVERSION_RECORD)
+    recipe = MergeRecipe(*entries)
     try:
         recipe.check()
     except UnsupportedMethodError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
@@ -83,7 +83,7 @@ def communication(estimator: MemoryEstimator, part: str, devices: int) -> Commun
 def conversion(source: Path) -> dict[str, Any]:
     """Return the bytes and memory of a conversion by the mean."""
     with open_checkpoint(source) as checkpoint:
-        plan = make_merge_plan(checkpoint, GROUPS, Recipe("mean"), None)
+        plan = make_merge_plan(checkpoint, GROUPS, MergeRecipe("mean"), None)
         return {
             "source_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
             "out_bytes": plan.output_bytes,

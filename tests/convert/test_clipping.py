@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from convert.layer_tensors.head_matrices import HeadMatrices, NormWeights
 from convert.merging.clipping import Largest, scale_into_clip
-from convert.merging.weights import HeadMatrices, NormWeights
 
 FAMILIES = ("mpt", "olmo", "olmoe")
 FIT = ("--groups", 2, "--calibration-tokens", 1024)

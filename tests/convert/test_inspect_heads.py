@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from convert.inspection.figure import draw_png
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.table import shown_groups
+from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.merging.moments import (
     energies,
     moments_from_weights,
@@ -20,7 +21,6 @@ from convert.merging.moments import (
     relative_output_error,
     split_groups,
 )
-from convert.merging.weights import HeadMatrices
 
 SIZE = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.3}
 

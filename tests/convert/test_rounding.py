@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from convert.merging.layer import rounded
-from convert.merging.rounding import round_once, widen
+from convert.layer_tensors.rounding import round_once, rounded, widen
 from model.common.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

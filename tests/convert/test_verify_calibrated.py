@@ -26,7 +26,7 @@ from convert.errors import UnsupportedMethodError
 from convert.layers.layer_stream import iter_layers
 from convert.layers.native_layers import NativeLayer
 from convert.merging.layer import read_attention
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 
@@ -144,8 +144,9 @@ def test_terminated_verify_leaves_no_scratch(convert, parent, tmp_path):
     out, scratch = tmp_path / "out", tmp_path / "tmp"
     scratch.mkdir()
     convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).succeeded()
-    code = "import os, signal; from convert.calibration import calibrate as module\n"
-    code += "module.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\nfrom convert.cli import main\nmain()"
+    code = "import os, signal; from convert.calibration import calibrate\n"
+    code += "calibrate.calibrate = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "from convert.cli import main\nmain()"
     command = [sys.executable, "-c", code, "verify", str(parent), str(out)]
     result = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(scratch)}, capture_output=True, text=True, check=False
@@ -175,7 +176,7 @@ def test_the_errors_of_refined_layers_need_only_validation_windows(
     rng, run = np.random.default_rng(0), []
     with open_checkpoint(source) as checkpoint, torch.no_grad():
         text = read_calibration_text(checkpoint, str(prose), n_windows * window)
-        plan = make_merge_plan(checkpoint, 4, Recipe("fit", refit=True, refine=64, text=text), None)
+        plan = make_merge_plan(checkpoint, 4, MergeRecipe("fit", refit=True, refine=64, text=text), None)
         read = [read_attention(checkpoint, merge) for merge in plan.conversions]
         versions = [
             [head_weights(replace(a, o_HMD=a.o_HMD + s * rng.normal(size=a.o_HMD.shape))) for s in (0.01, 1)]

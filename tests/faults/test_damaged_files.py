@@ -9,8 +9,8 @@ import tiny
 from caches import write_cache
 from commands import MEAN
 
-from convert.merging.layer import ConvertedLayer
-from convert.merging.layer_file import FINISHED, load_layer, save_layer
+from convert.layer_tensors.converted_layer import ConvertedLayer
+from convert.layer_tensors.layer_file import FINISHED, load_layer, save_layer
 from model.common.errors import InputError, RunError
 from uptrain.data.token_cache import TokenCache
 

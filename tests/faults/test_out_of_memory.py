@@ -8,8 +8,8 @@ import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
 
+from convert.layer_tensors.layer_file import save_layer
 from convert.layers.transformers_layer import TransformersLayer
-from convert.merging.layer_file import save_layer
 from model.common import console
 from model.common.machine import available_memory
 from uptrain.training import loop

@@ -162,7 +162,7 @@ def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path
 
 def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
     """As sshfs, s3fs and the like may answer for one file."""
-    from convert.merging.recipe import Recipe
+    from convert.merging.recipe import MergeRecipe
     from convert.planning.merge_plan import make_merge_plan
     from convert.planning.plan import inputs_of
     from model.checkpoint import open_checkpoint
@@ -170,7 +170,7 @@ def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path
     inputs = []
     for _ in range(2):
         with open_checkpoint(source) as checkpoint:
-            inputs.append(inputs_of(checkpoint, make_merge_plan(checkpoint, 2, Recipe("mean"), None)))
+            inputs.append(inputs_of(checkpoint, make_merge_plan(checkpoint, 2, MergeRecipe("mean"), None)))
         for path in source.glob("*.safetensors"):
             before = path.stat().st_ino
             copy = shutil.copy2(path, tmp_path / "copy")

@@ -8,7 +8,7 @@ import tiny
 from other_families import t5
 from safetensors.torch import save_file
 
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
@@ -73,12 +73,12 @@ def test_config_is_edited_in_place(tmp_path):
     text = json.dumps({"b": 1e-05, **config, "a": [1.0, None], "ü": "✓"}, ensure_ascii=False).encode()
     (folder / "config.json").write_bytes(text)
     with open_checkpoint(folder) as checkpoint:
-        edited = make_merge_plan(checkpoint, 2, Recipe("mean"), None).config_json
+        edited = make_merge_plan(checkpoint, 2, MergeRecipe("mean"), None).config_json
         added = {"rope_theta": 10000.0}  # as transformers 4 has what `rope_parameters` says
         assert json.loads(edited) == {**json.loads(text), "num_key_value_heads": 2, **added}
         assert list(json.loads(edited)) == [*json.loads(text), *added]
         assert "ü" in edited.decode() and "1e-05" in edited.decode()
-        assert make_merge_plan(checkpoint, 8, Recipe("mean"), None).config_json == text
+        assert make_merge_plan(checkpoint, 8, MergeRecipe("mean"), None).config_json == text
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_version_4s_spelling_of_rope_is_added(tmp_path, rope, added):
     tiny.edit_config(folder, rope_parameters=rope, rope_theta=...)
     config = json.loads((folder / "config.json").read_text())
     with open_checkpoint(folder) as checkpoint:
-        plan = make_merge_plan(checkpoint, 2, Recipe("mean"), None)
+        plan = make_merge_plan(checkpoint, 2, MergeRecipe("mean"), None)
         assert json.loads(plan.config_json) == {**config, "num_key_value_heads": 2, **added}
         assert len(plan.notes) == (not added)
     tiny.edit_config(folder, rope_theta=3.0, partial_rotary_factor=0.1, rope_scaling={"rope_type": "yarn"})
     config = json.loads((folder / "config.json").read_text())
     with open_checkpoint(folder) as checkpoint:
-        edited = json.loads(make_merge_plan(checkpoint, 2, Recipe("mean"), None).config_json)
+        edited = json.loads(make_merge_plan(checkpoint, 2, MergeRecipe("mean"), None).config_json)
     assert edited == {**config, "num_key_value_heads": 2}, "what the source says stays"
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.merging.layer import LayerMerge, merge_attention, read_attention
 from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
 from convert.merging.moments import (
@@ -20,8 +21,7 @@ from convert.merging.moments import (
     relative_logit_error,
     relative_output_error,
 )
-from convert.merging.recipe import Recipe
-from convert.merging.weights import HeadMatrices
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 
@@ -200,7 +200,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_each_method_loses_no_more_on_trained_weights(groups):
     with open_checkpoint(Path(__file__).parents[2] / "assets/demo-mha") as checkpoint:
-        for layer in make_merge_plan(checkpoint, groups, Recipe("pca"), None).conversions[::3]:
+        for layer in make_merge_plan(checkpoint, groups, MergeRecipe("pca"), None).conversions[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):
                 check_order(moments_from_weights(group))

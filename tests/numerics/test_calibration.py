@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from convert.calibration import head_moments
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
+from convert.layer_tensors.head_matrices import Real
+from convert.layer_tensors.layer_file import load_layer
 from convert.layers import layer_stream
 from convert.layers.native_layers import NativeLayer
-from convert.merging.layer_file import load_layer
 from convert.merging.moments import Moments
-from convert.merging.recipe import Recipe
-from convert.merging.weights import Real
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
@@ -109,7 +109,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
     folder = source_folder(tmp_path / "source", family, **changes)
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_merge_plan(checkpoint, GROUPS, Recipe("fit", text=sample), None)
+        plan = make_merge_plan(checkpoint, GROUPS, MergeRecipe("fit", text=sample), None)
         calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / "scratch", lambda n: None)
         for layer in plan.conversions:
             assert load_layer(layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
@@ -167,7 +167,7 @@ def test_states_are_the_models(tmp_path, watched):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_merge_plan(checkpoint, GROUPS, Recipe("pca", text=sample), None)
+        plan = make_merge_plan(checkpoint, GROUPS, MergeRecipe("pca", text=sample), None)
 
         def progress(n):
             for index in range(len(plan.conversions) + 1):
@@ -191,7 +191,7 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
     folder = source_folder(tmp_path / "source", num_hidden_layers=3)
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
-        plan = make_merge_plan(checkpoint, GROUPS, Recipe("fit", refit=True, refine=refine, text=sample), None)
+        plan = make_merge_plan(checkpoint, GROUPS, MergeRecipe("fit", refit=True, refine=refine, text=sample), None)
 
         def run(place, stop_at):
             counts = []

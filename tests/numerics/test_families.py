@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from stock_families import CASES, SIZE, difference, open_folder
 from transformers import AutoConfig
 
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model import load_model
 from model.checkpoint import TensorInfo, open_checkpoint
@@ -55,7 +55,7 @@ def test_shape_probe(saved, family, changes):
     for n_kv_heads, groups in ((8, 4), (8, 2), (8, 1), (4, 2), (4, 1), (2, 1)):
         folders = saved(family, changes, n_kv_heads), saved(family, changes, groups)
         with open_checkpoint(folders[0]) as source, open_checkpoint(folders[1]) as theirs:
-            plan = make_merge_plan(source, groups, Recipe("mean"), None)
+            plan = make_merge_plan(source, groups, MergeRecipe("mean"), None)
             assert plan.tensors == theirs.tensors
             changed = {name for name, tensor in source.tensors.items() if tensor != theirs.tensors.get(name)}
             sources = [merge.source.tensors for output in plan.computed.values() for merge in output.merges]

@@ -18,7 +18,7 @@ from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_pair_indices
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
-from convert.merging.weights import HeadMatrices
+from convert.layer_tensors.head_matrices import HeadMatrices
 
 LARGEST_DIFFERENCE, LARGEST_DIVERGENCE = 1e-4, 1e-10
 BY_WEIGHTS = ("--calibration", "none")

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration_text.read import read_calibration_text
+from convert.layer_tensors.layer_file import load_layer
 from convert.layers import layer_stream, transformers_model_layers
 from convert.layers.transformers_model_layers import TransformersModelLayers
 from convert.merging.layer import read_attention
-from convert.merging.layer_file import load_layer
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
@@ -145,7 +145,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
     plain = Plain(model, family)
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = TransformersModelLayers(checkpoint, LENGTH)
-        plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
+        plan = make_merge_plan(checkpoint, tiny.few(family), MergeRecipe("pca"), None)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):
             layer, seen = layers.load(index), []
@@ -176,7 +176,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
 def test_shares_of_rotated_dimensions_are_the_classes(tmp_path):
     for family in tiny.FITTED:
         with open_checkpoint(build(family, tmp_path / family)[1]) as checkpoint:
-            plan = make_merge_plan(checkpoint, tiny.few(family), Recipe("pca"), None)
+            plan = make_merge_plan(checkpoint, tiny.few(family), MergeRecipe("pca"), None)
             share = 2 * plan.conversions[0].n_rotary_pairs / plan.geometry.head_dim
             assert share == SHARES.get(family, 1.0), family
 
@@ -187,7 +187,7 @@ def merged(tmp_path, monkeypatch, use_class):
     folder, place = tmp_path / "source", tmp_path / f"merged-{use_class}"
     with open_checkpoint(folder) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
-        recipe = Recipe("fit", refit=True, refine=256, text=text)
+        recipe = MergeRecipe("fit", refit=True, refine=256, text=text)
         plan = make_merge_plan(checkpoint, 2, recipe, None)
         calibrate_merges(checkpoint, plan.conversions, text, place, lambda n: None)
         return [load_layer(layer, place).tensors for layer in plan.conversions]

@@ -13,7 +13,7 @@ from transformers import T5ForConditionalGeneration
 from convert.calibration.float32_weights import head_weights
 from convert.layers.t5_layers import T5ModelLayers
 from convert.merging.layer import read_attention
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration
@@ -62,7 +62,7 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, make, changes):
     parts, outputs, all_weights = plain(folder, STOCK_CLASSES[make])
     with open_checkpoint(folder) as checkpoint, torch.no_grad():
         layers = T5ModelLayers(checkpoint, LENGTH)
-        merges = make_merge_plan(checkpoint, 2, Recipe("pca"), None).conversions
+        merges = make_merge_plan(checkpoint, 2, MergeRecipe("pca"), None).conversions
         assert len(merges) == layers.n_layers == len(parts)
         states_BTM = layers.embed(IDS)
         for index in range(layers.n_layers):

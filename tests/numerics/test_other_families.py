@@ -19,7 +19,7 @@ from transformers import (
     T5Config,
 )
 
-from convert.merging.recipe import Recipe
+from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
@@ -85,7 +85,7 @@ def test_falcon_becomes_multi_query(convert, tmp_path, changes):
 def test_falcon_shape_probe(tmp_path):
     folders = [tiny.save(falcon(multi), tmp_path / str(multi)) for multi in (False, True)]
     with open_checkpoint(folders[0]) as source, open_checkpoint(folders[1]) as theirs:
-        plan = make_merge_plan(source, 1, Recipe("mean"), None)
+        plan = make_merge_plan(source, 1, MergeRecipe("mean"), None)
         assert plan.tensors == theirs.tensors
         assert plan.computed.keys() == {n for n, t in source.tensors.items() if t != theirs.tensors[n]}
 
@@ -207,7 +207,7 @@ def test_shape_probe_of_our_classes(convert, tmp_path, make):
         config = OURS[make].config_class.from_pretrained(tmp_path / "out")
         tiny.save(OURS[make](config), tmp_path / f"theirs-{groups}")
         with open_checkpoint(source) as checkpoint, open_checkpoint(tmp_path / f"theirs-{groups}") as theirs:
-            plan = make_merge_plan(checkpoint, groups, Recipe("mean"), None)
+            plan = make_merge_plan(checkpoint, groups, MergeRecipe("mean"), None)
             assert plan.tensors == theirs.tensors
             assert plan.computed.keys() == {n for n, t in checkpoint.tensors.items() if t != theirs.tensors[n]}
 

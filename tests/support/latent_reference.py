@@ -7,7 +7,7 @@ the latent, D dimensions of a value head, X inputs (the hidden size), M outputs.
 import numpy as np
 
 from convert.latent.matrices import LatentMatrices
-from convert.merging.weights import Real
+from convert.layer_tensors.head_matrices import Real
 
 
 def attend(attention: LatentMatrices, x_TX: Real, frequencies_P: Real) -> Real:

@@ -8,8 +8,8 @@ rotations of pairs. Unrotated key dimensions are aligned by orthogonal maps too.
 
 import numpy as np
 
+from convert.layer_tensors.head_matrices import Complex, Real
 from convert.merging.moments import Maps, Moments, key_pair_moments, pair_scaling_map
-from convert.merging.weights import Complex, Real
 
 _ROUNDS = 100
 _GAIN = 1e-10

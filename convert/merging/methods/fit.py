@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from convert.layer_tensors.head_matrices import Real
 from convert.merging.methods import pca
 from convert.merging.moments import Maps, Moments, head_selector
-from convert.merging.weights import Real
 
 Integers = NDArray[np.int64]
 

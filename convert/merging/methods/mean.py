@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from convert.merging.rounding import round_once, widen
+from convert.layer_tensors.rounding import round_once, widen
 from model.checkpoint import Array
 
 _BLOCK = 1 << 17  # elements summed at a time, so that the float64 sums stay in the processor's cache

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from convert.layer_tensors.head_matrices import Complex, Real
 from convert.merging.moments import Maps, Moments, key_pair_moments, pair_scaling_map
-from convert.merging.weights import Complex, Real
 from model.common.errors import CheckpointError
 
 _TINY = 1e-9

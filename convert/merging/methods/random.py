@@ -6,7 +6,7 @@ the ablation discards the learned values but keeps their scale.
 
 import numpy as np
 
-from convert.merging.rounding import round_once, widen
+from convert.layer_tensors.rounding import round_once, widen
 from model.checkpoint import Array
 
 

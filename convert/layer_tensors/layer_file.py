@@ -9,8 +9,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from convert.merging.heads import GroupReport
-from convert.merging.layer import ConvertedLayer, LayerConversion
+from convert.layer_tensors.converted_layer import ConvertedLayer, GroupReport, LayerConversion
 from model.checkpoint import FLOAT_DTYPES
 from model.common.errors import RunError
 from model.common.files import sync_file

@@ -6,7 +6,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint import Array
+from convert.layer_tensors.head_matrices import Real
+from model.checkpoint import Array, Checkpoint
+from model.common.errors import CheckpointError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -31,3 +33,21 @@ def round_once(values: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
         towards = np.where(values[ambiguous] > single[ambiguous], np.inf, -np.inf).astype(np.float32)
         single[ambiguous] = np.nextafter(single[ambiguous], towards)
     return single.astype(dtype)
+
+
+def read_finite(checkpoint: Checkpoint, name: str) -> Real:
+    """Read a tensor as float64. Raises CheckpointError for NaN or infinity."""
+    tensor = checkpoint.tensors[name]
+    values: Real = widen(checkpoint.rows(name, 0, tensor.shape[0])).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
+    return values
+
+
+def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --method mean") -> Array:
+    """Round a computed tensor. Raises CheckpointError, with an advice, if it is too large for the dtype."""
+    with np.errstate(over="ignore"):  # the check below refuses what overflows
+        result = round_once(np.ascontiguousarray(values), dtype)
+    if not np.isfinite(result.astype(np.float64)).all():
+        raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; {advice}.")
+    return result

@@ -1,0 +1,1 @@
+"""Hold a layer's attention in float64, round it once, and store its converted tensors: what merging and MLA share."""

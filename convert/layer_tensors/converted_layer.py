@@ -1,0 +1,59 @@
+"""Describe the conversion of one layer, and hold its result."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from convert.recipe import Recipe
+from model.attention_layout import Heads
+from model.checkpoint import Array, Checkpoint
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Similarity of a group's heads, and the norm of their merged head relative to theirs."""
+
+    norm_ratio: float
+    """Norm of the merged head ÷ mean norm of the group's heads."""
+    mean_cosine: float
+    """Mean cosine between the heads of the group, over all pairs; 1 for a group of one."""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """The layer's tensors by name, in their own dtypes, and a report for each group of K and V heads."""
+
+    tensors: dict[str, Array]
+    reports: dict[str, list[GroupReport]]
+    cut: tuple[int, int] = (0, 0)
+    """How many queries, keys and values of the calibration text the model's clip cuts, and how many there are; zeros
+    where they were not counted."""
+
+
+class LayerConversion(Protocol):
+    """A request to compute the attention of one layer of the output."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All tensors of the output's layer."""
+        ...
+
+    @property
+    def file(self) -> str:
+        """The name of the layer's file in the calibration folder."""
+        ...
+
+    @property
+    def reported(self) -> tuple[Heads, ...]:
+        """The heads that have a report."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's attention in float64."""
+        ...
+
+    def compute(self, checkpoint: Checkpoint) -> "ConvertedLayer":
+        """Compute the layer by its weights alone."""
+        ...
