@@ -74,16 +74,21 @@ def _check_unchanged(checkpoint: Checkpoint) -> None:
 @contextmanager
 def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]:
     """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
-    advice = f"finished work is kept in {staging.root}, and the same command continues from there"
+
+    def advice() -> str:
+        if not staging.holds_finished_work:
+            return "nothing is finished yet, and the same command starts again"
+        return f"finished work is kept in {staging.root}, and the same command continues from there"
+
     with staging:
         staging.open(inputs, FINISHED_FILES)
         try:
             yield
         except (OSError, RunError) as error:
             kind = OSError if isinstance(error, OSError) else RunError
-            raise kind(f"{error}; {advice}.") from error
+            raise kind(f"{error}; {advice()}.") from error
         except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(advice) from error
+            raise KeyboardInterrupt(advice()) from error
         except InputError:
             staging.discard()
             raise

@@ -245,4 +245,6 @@ def is_uptrain_output(folder: Path) -> bool:
     """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
     names = {path.name for path in folder.iterdir()}
     is_run = RUN_JSON in names and not names.isdisjoint((METRICS, "model"))
-    return is_run or ("manifest.json" in names and ("inputs.sha256" in names or "values-00000.bin" in names))
+    if is_run or "manifest.json" not in names:
+        return is_run
+    return any(name == "inputs.sha256" or name.startswith(("tokens-", "values-")) for name in names)

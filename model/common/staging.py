@@ -70,6 +70,7 @@ class Staging:
         self._journal = self.root / "journal.jsonl"
         self._replaced = self.root / "replaced"
         self.finished: dict[str, Any] = {}
+        self._patterns: Sequence[str] = ()
         """The finished pieces in the journal: name → record."""
         self._writing = threading.Lock()
 
@@ -156,23 +157,30 @@ class Staging:
         `finished_files`: patterns of the files in the scratch folder that are finished pieces. Raises CheckpointError
         if the area holds finished work of a run with other inputs.
         """
+        self._patterns = finished_files
         digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
         begun_with, finished, size = _read_journal(self._journal)
         if begun_with == digests and self.folder.is_dir():
             self.finished = finished
             os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
-        kept = (path for pattern in finished_files for path in self.scratch.rglob(pattern))
-        if begun_with is not None and (finished or any(kept)):
+        self.finished = finished
+        if begun_with is not None and self.holds_finished_work:
             raise CheckpointError(
                 f"{self.root} holds the finished work of a command with {_difference(begun_with, digests)}; give the "
                 "same to continue it, or remove that folder to begin anew."
             )
+        self.finished = {}
         for left in (self.folder, self.scratch):
             if left.exists():
                 shutil.rmtree(left)  # an error passes: what stays would be taken for this run's
         self.folder.mkdir()
         replace_file(self._journal, (json.dumps({"inputs": digests}) + "\n").encode())
+
+    @property
+    def holds_finished_work(self) -> bool:
+        """Whether a piece is finished."""
+        return bool(self.finished) or any(True for pattern in self._patterns for _ in self.scratch.rglob(pattern))
 
     def record(self, name: str, record: Any) -> None:
         """Append a finished piece to the journal. (If a power failure loses the line, the piece is rebuilt.)"""

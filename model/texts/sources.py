@@ -80,6 +80,10 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
             raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset anew.")
         files = _check_readable(tuple(str(folder / str(name)) for name in names))
         return TextFiles(str(folder), ARROW, files)
+    if is_uptrain_output(folder):
+        raise InputError(
+            f"{option} {folder} is a training run, a token cache or logits; give the texts that it was made of."
+        )
     formats: dict[str | None, list[str]] = {}
     for path in _visible_files(folder):
         is_special = path.exists() and not path.is_file()  # a pipe, a device, or a folder without texts

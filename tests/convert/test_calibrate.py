@@ -92,6 +92,17 @@ def test_a_finished_calibration_is_not_lost_to_another_command(convert, parent, 
     convert("verify", parent, tmp_path / "out").succeeded()
 
 
+def test_an_interrupt_before_anything_is_finished_says_so(convert, parent, tmp_path, monkeypatch):
+    def stop(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("convert.calibration.calibrate.calibrate", stop)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT)
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1, "Error: interrupted; nothing is finished yet, and the same command starts again."
+    )  # fmt: skip
+
+
 def interrupt(*given):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

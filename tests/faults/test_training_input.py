@@ -302,6 +302,8 @@ def test_a_missing_model_or_text_is_named(uptrain, inputs, tmp_path):
     uptrain("evaluate", nowhere, "--data", inputs["data"]).refused(f"{nowhere}: no such file or folder")
     two = uptrain(*run, "--data", inputs["held_out"], "--seq-len", 32)
     two.refused(f"--data {inputs['data']} is a token cache, which stands alone")
+    weighed = uptrain(*(f"{part}=2" if part == inputs["data"] else part for part in run))
+    weighed.refused(f"is a token cache, which has no weight; give --data {inputs['data']}")
 
 
 def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):

@@ -145,7 +145,33 @@ def test_logits_are_no_data(uptrain, inputs, tmp_path):
     logits = tmp_path / "logits"
     uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", logits, "--top-k", 4).succeeded()
     fixed = ("run", inputs["model"], "--data", logits, "--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
-    uptrain(*fixed, "--out", tmp_path / "run").refused(f"{logits} holds a teacher's logits")
+    uptrain(*fixed, "--out", tmp_path / "run").refused(f"{logits} holds a teacher's logits, not tokens")
+    prepare = ("prepare", "--tokenizer", inputs["model"], "--seq-len", 32, "--out", tmp_path / "cache", "--data")
+    uptrain(*prepare, logits).refused(f"--data {logits} holds a teacher's logits; give texts.")
+    given = (part if part != logits else inputs["data"] for part in fixed)
+    tokens = uptrain(*given, "--out", tmp_path / "run", "--teacher-logits", inputs["data"])
+    tokens.refused(f"{inputs['data']} is a token cache; give what `uptrain teach` made of it.")
+
+
+def test_a_folder_of_texts_with_a_manifest_of_its_own(uptrain, inputs, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("a text " * 200)
+    (texts / "manifest.json").write_text('{"files": ["a.txt"]}')
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    evaluated = uptrain("evaluate", model, "--data", texts, "--json").succeeded()
+    assert json.loads(evaluated.out)["targets"] > 100
+    (run := tmp_path / "a-run").mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        (run / name).touch()
+    refused = uptrain("evaluate", inputs["model"], "--data", run)
+    refused.refused(f"--data {run} is a training run, a token cache or logits; give the texts that it was made of.")
+
+
+def test_the_file_of_a_tokenizer_is_not_its_folder(uptrain, inputs, tmp_path):
+    file = inputs["model"] / "tokenizer.json"
+    result = uptrain("prepare", "--data", tmp_path, "--tokenizer", file, "--seq-len", 32, "--out", tmp_path / "c")
+    result.refused(f"{file} is a file; give its folder: {inputs['model']}")
 
 
 def test_from_nothing(uptrain, settings, inputs, tmp_path):

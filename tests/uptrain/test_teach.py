@@ -256,7 +256,7 @@ def test_foreign_logits_are_refused_by_name(uptrain, inputs, teach, refused, tmp
     uptrain(*teach_arguments({**inputs, "parent": bigger}, other)).succeeded()
     refused(other, f"the teacher of {other}, bigger, has 260 tokens, the student 257")
     refused(tmp_path, "holds no teacher's logits", "uptrain teach")
-    refused(inputs["data"], "manifest.json is damaged, or no manifest of logits")
+    refused(inputs["data"], f"{inputs['data']} is a token cache; give what `uptrain teach` made of it.")
     refused(logits, "either --teacher or --teacher-logits", more=("--teacher", inputs["parent"]))
     refused(logits, "--loss next-token does not use --teacher-logits", more=("--loss", "next-token"))
 

@@ -34,6 +34,8 @@ class ModelFolder(PathType):
     """A folder, or the name of a model in the Hugging Face cache, whose folder there is the value."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        if not self.file_okay and Path(str(value)).is_file():
+            raise InputError(f"{value} is a file; give its folder: {Path(str(value)).parent}")
         given = Path(str(super().convert(value, parameter, context)))
         path = _find_in_cache(given) or given
         if not path.exists() and not path.is_symlink():

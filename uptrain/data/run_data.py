@@ -10,7 +10,7 @@ from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, Manifest
+from uptrain.data.token_cache import MANIFEST, Manifest, is_token_cache
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -98,7 +98,7 @@ def _files_here(data: Sequence[str], option: str) -> list[str]:
 
 def is_cache(data: Sequence[str]) -> bool:
     """Return whether the sources are a single token cache."""
-    return len(data) == 1 and data[0] != "" and (Path(data[0]) / MANIFEST).is_file()
+    return len(data) == 1 and data[0] != "" and is_token_cache(Path(data[0]))
 
 
 def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:

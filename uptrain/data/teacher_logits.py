@@ -89,14 +89,18 @@ class LogitsManifest:
             raise InputError(
                 f"{folder} holds no teacher's logits: it has no {MANIFEST}; make them with `uptrain teach`."
             )
+        is_of_tokens = False
         try:
             content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            is_of_tokens = "n_documents" in content
             recorded = content.pop("sha256", None)
             manifest = make(cls, content)
             manifest._check()
             if recorded != manifest.sha256:
                 raise InputError("its sha256 does not belong to its shards")
         except InputError as error:
+            if is_of_tokens:
+                raise InputError(f"{folder} is a token cache; give what `uptrain teach` made of it.") from error
             reason = str(error).rstrip(".")
             raise InputError(
                 f"{path} is damaged, or no manifest of logits: {reason}; run `uptrain teach` again."

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from model.checkpoint.hf_folder import is_uptrain_output
 from model.common import checks
 from model.common.console import Advance
 from model.common.errors import InputError
@@ -108,7 +109,10 @@ class Manifest:
                     raise InputError(f"its {name} does not belong to its shards")
         except InputError as error:
             if is_of_logits:
-                raise InputError(f"{folder} holds a teacher's logits; give it as --teacher-logits.") from error
+                raise InputError(
+                    f"{folder} holds a teacher's logits, not tokens; give a token cache or texts. (`uptrain run` takes "
+                    "logits as --teacher-logits.)"
+                ) from error
             reason = str(error).rstrip(".")
             raise InputError(f"{path} is damaged: {reason}; prepare the cache anew.") from error
         return manifest
@@ -224,6 +228,11 @@ class TokenCache:
     def _starts_within(self, begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
         """Return, for each window, the range of documents that begin after its first token and before its end."""
         return np.searchsorted(self._starts, begins, side="right"), np.searchsorted(self._starts, ends, side="left")
+
+
+def is_token_cache(folder: Path) -> bool:
+    """Return whether `uptrain` wrote a folder's `manifest.json`: a token cache's, or that of a teacher's logits."""
+    return (folder / MANIFEST).is_file() and is_uptrain_output(folder)
 
 
 def _check_starts(starts: Integers, n_tokens: int, path: Path) -> None:
