@@ -31,7 +31,7 @@ from rich.text import Text
 
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
 from model.common.launcher_variables import has_launcher, is_local_main_process
-from model.common.printable import one_line, printable, printable_json
+from model.common.printable import first_sentence, one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
 Advance = Callable[[float], None]
@@ -106,7 +106,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
     if is_out_of_memory(error):
-        return f"not enough memory ({one_line(str(error)).partition('. ')[0]}).", FAILED
+        return f"not enough memory ({first_sentence(str(error))}).", FAILED
     if is_device_error(error):
         return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another.", FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:

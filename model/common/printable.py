@@ -25,6 +25,11 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
+def first_sentence(text: str) -> str:
+    """Return the text up to its first full stop, printable. One after a number, as in "256. GiB", ends no sentence."""
+    return re.split(r"(?<!\d)\. ", one_line(text), maxsplit=1)[0]
+
+
 def printable_json(text: str) -> str:
     """Return equivalent JSON with control characters in strings written as JSON escapes."""
     return _UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], text)

@@ -216,7 +216,7 @@ def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
 def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
     prepare(ids_source, ids=True, options=("--shard", "1/2")).succeeded()
     prepare(ids_source).refused(
-        ".out.shard-1-of-2.groupwise holds the finished work of a command with another tokenizer; give the same"
+        ".out.shard-1-of-2.groupwise holds the finished work of a command with a --vocab-size, no tokenizer; give the "
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from safetensors.torch import save_file
 
-from model.common.printable import markdown, markdown_code, printable, printable_json
+from model.common.printable import first_sentence, markdown, markdown_code, printable, printable_json
 
 ROOT = Path(__file__).parents[2]
 EVIL = "a\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f\u202egnp.\u2066z"
@@ -31,6 +31,12 @@ def test_what_is_printable():
     everything = "".join(map(chr, range(0x11_000)))
     assert RAW.search(everything)
     assert not RAW.search(printable(everything))
+
+
+def test_a_size_does_not_end_a_sentence():
+    assert first_sentence("Unable to allocate 256. GiB for an array. Try less.") == (
+        "Unable to allocate 256. GiB for an array"
+    )
 
 
 def test_json_means_the_same():

@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
-from model.common.printable import one_line
+from model.common.printable import first_sentence, one_line
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.tensors import SaveError
 from uptrain.distributed.collectives import is_lost_process
@@ -23,8 +23,8 @@ def device_errors_as_run_error(accelerator: Accelerator) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             text = (
-                f"not enough memory ({_first_sentence(error)}) for the models; use devices with more, or more devices. "
-                "`uptrain plan --memory` shows what fits."
+                f"not enough memory ({first_sentence(str(error))}) for the models; use devices with more, or more "
+                "devices. `uptrain plan --memory` shows what fits."
             )
         elif is_device_error(error):
             text = f"the GPU failed ({_first_line(error)}) while models were read; try again, or use another device."
@@ -44,8 +44,8 @@ def explain_error(error: Exception, folder: Path, step: int, accelerator: Accele
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_out_of_memory(error):
         text = (
-            f"after step {step}, memory ran out ({_first_sentence(error)}). {hint}, also with a smaller --micro-batch "
-            "or --activation-checkpointing; `uptrain plan --memory` shows what fits."
+            f"after step {step}, memory ran out ({first_sentence(str(error))}). {hint}, also with a smaller "
+            "--micro-batch or --activation-checkpointing; `uptrain plan --memory` shows what fits."
         )
         return _own_error(text, accelerator)
     if is_device_error(error):
@@ -54,15 +54,11 @@ def explain_error(error: Exception, folder: Path, step: int, accelerator: Accele
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        message = _first_sentence(error)
+        message = first_sentence(str(error))
         return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}.")
     if isinstance(error, (InputError, OSError)):
         return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
     return error
-
-
-def _first_sentence(error: Exception) -> str:
-    return one_line(str(error)).partition(". ")[0]
 
 
 def _first_line(error: Exception) -> str:
