@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.checkpoint.hub import origin_of
 from model.common import console
-from model.common.console import size
+from model.common.console import format_bytes
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
 from model.common.launcher_variables import world_size
@@ -195,8 +195,8 @@ def _check_disk_space(out: Path, n_windows: int, wanted: LogitsManifest) -> None
     free = shutil.disk_usage(out.resolve().parent).free
     if free < required:
         raise OSError(
-            f"the logits take {size(required)} more, but the disk of {out} has {size(free)} free; make room, or begin "
-            "anew with a lower --top-k, a smaller cache or another --out"
+            f"the logits take {format_bytes(required)} more, but the disk of {out} has {format_bytes(free)} free; make "
+            "room, or begin anew with a lower --top-k, a smaller cache or another --out"
         )
 
 

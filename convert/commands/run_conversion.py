@@ -164,7 +164,7 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
     seconds = round(seconds)
     if not quiet and seconds > SLOW_SECONDS:
         console.echo(
-            f"Calibrating takes about {console.duration(seconds)} on {plan.recipe.device}; {faster}, but starts "
+            f"Calibrating takes about {console.format_duration(seconds)} on {plan.recipe.device}; {faster}, but starts "
             "with a higher loss.",
             err=True,
         )

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from model.checkpoint.tensor import layer_number
-from model.common.console import console, duration, print_key_values, size
+from model.common.console import console, format_bytes, format_duration, print_key_values
 from model.common.counts import counted
 from model.common.printable import one_line
 
@@ -26,9 +26,9 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
             _attention(planned, method),
             *_tensors(verb_done if done else f"to {verb}", planned, "computed", " in the output"),
             *_tensors("copied" if done else "to copy", planned, "copied"),
-            ("output", f"{size(planned['output_bytes'])} in {counted(planned['n_shards'], 'file')}"),
-            ("KV cache per token", f"{size(cache['before'])} → {size(cache['after'])} (16 bit)"),
-            *([] if done else [("peak memory, estimate", size(planned["peak_memory_bytes"]))]),
+            ("output", f"{format_bytes(planned['output_bytes'])} in {counted(planned['n_shards'], 'file')}"),
+            ("KV cache per token", f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])} (16 bit)"),
+            *([] if done else [("peak memory, estimate", format_bytes(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
             *([("not copied", ", ".join(map(one_line, planned["left_out"])))] if planned["left_out"] else []),
             *(("note", note) for note in planned["notes"]),
@@ -38,7 +38,7 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
 
 def _tensors(label: str, planned: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
     n, n_bytes = planned[f"n_{kind}"], planned[f"bytes_{kind}"]
-    return [(label, f"{counted(n, 'tensor')}, {size(n_bytes)}{where}")] if n else []
+    return [(label, f"{counted(n, 'tensor')}, {format_bytes(n_bytes)}{where}")] if n else []
 
 
 def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
@@ -53,7 +53,7 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
     if not text:
         return []
     n_tokens = text["windows"] * text["window"]
-    time, room = duration(planned["calibration_seconds"]), size(planned["scratch_bytes"])
+    time, room = format_duration(planned["calibration_seconds"]), format_bytes(planned["scratch_bytes"])
     work = f"{n_tokens:,} tokens on {planned['device']}"
     return [("calibration", work if done else f"{work}, estimate {time}, with {room} of temporary disk space")]
 

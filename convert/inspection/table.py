@@ -9,7 +9,7 @@ from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.summary import MLA, group_label
-from model.common.console import console, print_key_values, size
+from model.common.console import console, format_bytes, print_key_values
 from model.common.counts import counted
 from model.common.printable import one_line
 
@@ -18,7 +18,7 @@ _MOST_SHOWN = 4
 
 def print_inspection(summary: dict[str, Any]) -> None:
     """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
-    dtypes = ", ".join(f"{dtype} {size(n)}" for dtype, n in summary["bytes_by_dtype"].items())
+    dtypes = ", ".join(f"{dtype} {format_bytes(n)}" for dtype, n in summary["bytes_by_dtype"].items())
     print_key_values(
         summary["source"],
         [
@@ -49,7 +49,7 @@ def _attention(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["attention"] != MLA:
         return [("attention", f"{heads}, {summary['n_kv_heads']} K/V heads")]
     (latent,) = summary["latent"]
-    cache = f"{size(latent['kv_cache_bytes_per_token'])} a token, as {latent['as_groups']:.3g} groups"
+    cache = f"{format_bytes(latent['kv_cache_bytes_per_token'])} a token, as {latent['as_groups']:.3g} groups"
     return [
         ("attention", f"{heads}, a latent of {latent['latent']} and a rotated key of {latent['rope']} dimensions"),
         ("KV cache", f"{cache} (all layers, 16 bits a value)"),
@@ -68,8 +68,8 @@ def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
         table.add_row(
             str(row["groups"]),
             row["attention"],
-            size(row["tensor_bytes"]),
-            size(cache),
+            format_bytes(row["tensor_bytes"]),
+            format_bytes(cache),
             f"{cache / now:.1%}",
             " ".join(map(str, row["tensor_parallel_split"])),
             " ".join(map(str, row["tensor_parallel_replicated"])),
@@ -91,7 +91,7 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
         cache = row["kv_cache_bytes_per_token"]
         kernel = "yes" if row["vllm_kernel"] else "no"
         groups = f"{row['as_groups']:.3g}"
-        table.add_row(str(row["latent"]), str(row["rope"]), size(cache), f"{cache / now:.1%}", groups, kernel)
+        table.add_row(str(row["latent"]), str(row["rope"]), format_bytes(cache), f"{cache / now:.1%}", groups, kernel)
     screen = console()
     screen.print(table)
     screen.print(

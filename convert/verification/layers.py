@@ -15,7 +15,7 @@ from convert.planning.plan import Plan
 from convert.recipe import Recipe
 from convert.verification.findings import Findings
 from model.checkpoint import Array, Checkpoint
-from model.common.console import size
+from model.common.console import format_bytes
 from model.common.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def recompute_layers(
     free = shutil.disk_usage(scratch).free
     if plan.scratch_bytes > free:
         raise CheckpointError(
-            f"{gettempdir()} has {size(free)} free, but {size(plan.scratch_bytes)} are needed to run the calibration "
-            "again; set TMPDIR to a folder with more free space."
+            f"{gettempdir()} has {format_bytes(free)} free, but {format_bytes(plan.scratch_bytes)} are needed to run "
+            "the calibration again; set TMPDIR to a folder with more free space."
         )
     if plan.recipe.text is not None and plan.conversions:
         from convert.calibration.calibrate import calibrate  # imported here, because it needs torch

@@ -206,7 +206,7 @@ def null_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size(n: float) -> str:
+def format_bytes(n: float) -> str:
     """Format a number of bytes in decimal units, as disks and the hub do."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
@@ -215,7 +215,7 @@ def size(n: float) -> str:
     return f"{n:.4g} TB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in words: `2 days 3 h`, `1 h 5 min`, `3 min`, `12 s`."""
     minutes = round(seconds / 60)
     if seconds < 99.5:

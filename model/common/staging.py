@@ -51,8 +51,8 @@ def check_room(out: Path, needed: int) -> None:
     free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
     if needed > free:
         raise CheckpointError(
-            f"{out.parent} has {console.size(free)} free, but {console.size(needed)} are needed; make room or choose "
-            "another OUT."
+            f"{out.parent} has {console.format_bytes(free)} free, but {console.format_bytes(needed)} are needed; make "
+            "room or choose another OUT."
         )
 
 

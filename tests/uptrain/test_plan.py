@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.common.console import size
+from model.common.console import format_bytes
 from uptrain.budget import identify, pretraining
 from uptrain.budget.budget import BudgetOptions
 from uptrain.data.prepare.tokenizer import load_tokenizer
@@ -242,7 +242,7 @@ def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
     for label, key in (("frozen weights", "frozen_bytes"), ("one device, or DDP", "replicated_bytes_per_process")):
         (line,) = (line for line in result.out.splitlines() if line.startswith(label))
         assert line.removeprefix(label).split() == [
-            word for part in TRAINABLE for word in size(memory[part][key]).split()
+            word for part in TRAINABLE for word in format_bytes(memory[part][key]).split()
         ]
     assert memory["all"]["replicated_bytes_per_process"] > memory["attention"]["replicated_bytes_per_process"]
     assert memory["attention"]["replicated_bytes_per_process"] > memory["kv"]["replicated_bytes_per_process"]
@@ -276,7 +276,7 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
     lines = [" ".join(line.split()) for line in out.splitlines()]
     text = " ".join(out.replace("\\\n", " ").split())
     memory = plan(uptrain, *given[1:])["memory"]["attention"]
-    needed = size(memory["replicated_bytes_per_process"])
+    needed = format_bytes(memory["replicated_bytes_per_process"])
     assert f"in short training attention takes {needed} on one device, and < 1 s on 1 H100 parameters" in text
     assert lines.count("all attention* kv lora") == 2
     assert [line for line in lines if "1.000e-03" in line] == ["1.000e-03 at step 4 to 16"]
@@ -284,7 +284,7 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
     prepare = f"uptrain prepare --data TEXTS --tokenizer {source} --seq-len 1000 --tokens 1.29M --out CACHE"
     assert text.endswith(f"Next: {prepare} uptrain run {source} --steps 20 {options} --data CACHE --out RUN")
     many = " ".join(uptrain(*given, "--processes", 2).out.replace("\\\n", " ").split())
-    size_of_each = size(memory["sharded_bytes_per_process"]["2"])
+    size_of_each = format_bytes(memory["sharded_bytes_per_process"]["2"])
     assert f"training attention takes {size_of_each} on each of 2 devices" in many
     assert f"--out CACHE GPUS=2 scripts/uptrain_multi_gpu.sh run {source} --steps 20" in many
 

@@ -14,7 +14,7 @@ from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, w
 
 import uptrain.commands.status as status_command
 import uptrain.report.status as status_module
-from model.common.console import duration
+from model.common.console import format_duration
 from model.common.processes import pid_namespace, process_start
 from uptrain.report.status import SPEED_STEPS
 
@@ -287,7 +287,7 @@ def test_status_starts_without_torch(tmp_path):
     [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (7500, "2 h 5 min"), (200_000, "2 days 7 h")],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_a_clock_that_is_ahead(uptrain, tmp_path):

@@ -14,7 +14,15 @@ from click.core import ParameterSource
 
 from model.common.checks import LARGEST_COUNT
 from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
-from model.common.console import duration, echo, echo_line, print_columns, print_json, print_key_values, size
+from model.common.console import (
+    echo,
+    echo_line,
+    format_bytes,
+    format_duration,
+    print_columns,
+    print_json,
+    print_key_values,
+)
 from model.common.counts import counted, format_count
 from uptrain.budget.budget import BudgetOptions
 from uptrain.commands.options import (
@@ -98,7 +106,7 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory_rows(plan["memory"]))
     print_columns(f"\nTime for --trainable (* {chosen})", columns, _time_rows(plan["time"], plan["processes"]))
     if plan["memory"]["fitting"]:
-        print_key_values(f"\nCommands that fit into {size(options['memory'])}", _fitting_rows(plan["memory"]))
+        print_key_values(f"\nCommands that fit into {format_bytes(options['memory'])}", _fitting_rows(plan["memory"]))
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
     echo(f"\nNext:\n{_next_command(plan)}")
@@ -142,7 +150,7 @@ def _summary(plan: dict[str, Any]) -> str:
     memory, hours = plan["memory"][part], plan["time"][part]["hours"]["H100"]
     each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
     devices = "on one device" if n == 1 else f"on each of {n} devices"
-    return f"training {part} takes {size(each)} {devices}, and {_hours(hours)} on {n} H100"
+    return f"training {part} takes {format_bytes(each)} {devices}, and {_hours(hours)} on {n} H100"
 
 
 def _next_command(plan: dict[str, Any]) -> str:
@@ -157,7 +165,7 @@ def _next_command(plan: dict[str, Any]) -> str:
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
-            return f"  nothing fits {counted(n, 'device')} of {size(context.params['memory'])}"
+            return f"  nothing fits {counted(n, 'device')} of {format_bytes(context.params['memory'])}"
         parts = re.split(" (?=--)", fit["command"])
         covered |= {"teacher", "trainable", "lora_rank", "optimizer", "micro_batch", "seq_len"}
     else:
@@ -273,7 +281,7 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _disk(memory: dict[str, Any]) -> str:
     """Return the room for checkpoints by choice of `--trainable`."""
-    return ", ".join(f"{part} {size(memory[part]['disk_bytes'])}" for part in TRAINABLE if memory[part])
+    return ", ".join(f"{part} {format_bytes(memory[part]['disk_bytes'])}" for part in TRAINABLE if memory[part])
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -302,7 +310,7 @@ def _device_rows(
 
 
 def _size_row(label: str, sizes: list[Any]) -> tuple[str, ...]:
-    return (label, *("–" if nbytes is None else size(nbytes) for nbytes in sizes))
+    return (label, *("–" if nbytes is None else format_bytes(nbytes) for nbytes in sizes))
 
 
 def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
@@ -319,12 +327,15 @@ def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
 def _fitting_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     """Return for each number of devices the command and its memory of each device."""
     return [
-        (counted(int(n), "device"), f"{size(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits")
+        (
+            counted(int(n), "device"),
+            f"{format_bytes(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits",
+        )
         for n, fit in memory["fitting"].items()
     ]
 
 
 def _hours(hours: float) -> str:
     if hours < 0.1:
-        return duration(3600 * hours) if hours > 1 / 3600 else "< 1 s"
+        return format_duration(3600 * hours) if hours > 1 / 3600 else "< 1 s"
     return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"

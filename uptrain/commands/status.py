@@ -80,7 +80,7 @@ def _next(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _status(status: dict[str, Any]) -> str:
     age = status["seconds_since_last_line"]
-    last_line = "not yet" if age is None else f"{console.duration(age)} ago"
+    last_line = "not yet" if age is None else f"{console.format_duration(age)} ago"
     place = f" of {status['host']}, whose processes cannot be seen from here" if status["elsewhere"] else ""
     return {
         "not started": "not started",
@@ -101,7 +101,9 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),
     ]
     if status["step"] < status["steps"] and math.isfinite(status["seconds_left"]):
-        rows.append(("time left", f"{console.duration(status['seconds_left'])}, evaluations and saving not counted"))
+        rows.append(
+            ("time left", f"{console.format_duration(status['seconds_left'])}, evaluations and saving not counted")
+        )
     return rows
 
 
@@ -126,7 +128,7 @@ def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None)
 
 
 def _checkpoint(entry: dict[str, Any]) -> str:
-    text = f"step {entry['step']:,}, {console.size(entry['bytes'])}"
+    text = f"step {entry['step']:,}, {console.format_bytes(entry['bytes'])}"
     if entry["kept"] is None:
         text += ", its state cannot be read"
     elif entry["kept"]:

@@ -61,7 +61,7 @@ def command(
             ("teacher", f"{result['teacher']}, {result['vocab_size']:,} tokens"),
             ("windows", f"{result['n_windows']:,} of {result['seq_len']:,} tokens"),
             ("for each token", f"{top_k:,} log-probabilities, and the mass of the rest"),
-            ("size", console.size(result["bytes"])),
+            ("size", console.format_bytes(result["bytes"])),
         ]
         console.print_key_values(f"Logits {out}", rows)
         given = f"--data {shlex.quote(str(data))} --teacher-logits {shlex.quote(str(out))}"

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.common.console import echo_line, size
+from model.common.console import echo_line, format_bytes
 from model.common.errors import InputError
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.token_cache import TokenCache
@@ -42,7 +42,7 @@ def check_caches(caches: Iterable[TokenCache], vocab_size: int) -> None:
     by_folder = {cache.folder.resolve(): cache for cache in caches}
     nbytes = sum(cache.nbytes for cache in by_folder.values())
     if nbytes > MUCH_TO_READ:
-        echo_line(f"Checking {size(nbytes)} of token caches.")
+        echo_line(f"Checking {format_bytes(nbytes)} of token caches.")
     for cache in by_folder.values():
         cache.verify()
         check_cache_vocabulary(cache, vocab_size, str(cache.folder))

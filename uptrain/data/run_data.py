@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from model.common.console import echo, size, warn
+from model.common.console import echo, format_bytes, warn
 from model.common.machine import n_cores
 from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
@@ -60,8 +60,8 @@ def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str | None
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
         return None
     return (
-        f"all of --data, {size(nbytes)}, is tokenised first, though the run reads only about {size(needed)} of it. "
-        f"`uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
+        f"all of --data, {format_bytes(nbytes)}, is tokenised first, though the run reads only about "
+        f"{format_bytes(needed)} of it. `uptrain prepare --tokens {n_tokens}` tokenises only the beginning."
     )
 
 

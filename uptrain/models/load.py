@@ -102,8 +102,8 @@ def _uninitialized(folder: Path, dtype: torch.dtype) -> LanguageModel:
         except RuntimeError as error:  # torch raises it when memory does not suffice
             nbytes = sum(parameter.nbytes for parameter in model.parameters())
             raise InputError(
-                f"{folder}/config.json describes a model of {console.size(nbytes)}, which does not fit into memory; "
-                "correct its sizes, or use a machine with more."
+                f"{folder}/config.json describes a model of {console.format_bytes(nbytes)}, which does not fit into "
+                "memory; correct its sizes, or use a machine with more."
             ) from error
     return TransformersModel(_uninitialized_hf_model(folder, dtype)).eval()
 

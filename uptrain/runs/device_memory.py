@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from model.common.console import size
+from model.common.console import format_bytes
 from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
@@ -53,9 +53,9 @@ def fitting_micro_batch(
         else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
     )
     refusal = (
-        f"{chosen.flags} needs an estimated {size(needed)} for one window of {estimator.seq_len} tokens, but the "
-        f"device has {size(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the same, with "
-        "--micro-batch 1)."
+        f"{chosen.flags} needs an estimated {format_bytes(needed)} for one window of {estimator.seq_len} tokens, but "
+        f"the device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the "
+        "same, with --micro-batch 1)."
     )
     if has_accelerator() and not is_local_main_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")

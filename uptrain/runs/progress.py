@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from model.common.console import console, draws_bars, echo, size
+from model.common.console import console, draws_bars, echo, format_bytes
 
 _LINE_EVERY_SECONDS = 30.0
 _SHORT_EVALUATION = 3.0
@@ -116,7 +116,7 @@ def _line(record: dict[str, Any]) -> str:
     if record["event"] in ("started", "resumed"):
         lines = [f"Not used: {problem}" for problem in record.get("rejected", ())]
         if "shared_bytes" in record:
-            lines.append(f"Student and teacher share {size(record['shared_bytes'])} of parameters.")
+            lines.append(f"Student and teacher share {format_bytes(record['shared_bytes'])} of parameters.")
         devices = f"{record['processes']} x {record['device']}"
         ready = f"READY: {record['event']} at step {record['step']} on {devices}; Ctrl-C saves and stops"
         return "\n".join([*lines, ready])

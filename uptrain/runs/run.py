@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 
 from model.checkpoint.hf_folder import json_text
-from model.common.console import echo, size, warn
+from model.common.console import echo, format_bytes, warn
 from model.common.counts import counted, format_count
 from model.common.errors import InputError
 from model.common.file_lock import FileLock
@@ -222,9 +222,9 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     if free >= needed:
         return None
     return (
-        f"a checkpoint takes about {size(each)}, and the run needs {size(needed)} for those that it keeps, but "
-        f"{size(free)} are free on the disk of {folder}; make room while it trains, or it cannot be saved. It saves "
-        f"every {settings.save_every:,} steps."
+        f"a checkpoint takes about {format_bytes(each)}, and the run needs {format_bytes(needed)} for those that it "
+        f"keeps, but {format_bytes(free)} are free on the disk of {folder}; make room while it trains, or it cannot be "
+        f"saved. It saves every {settings.save_every:,} steps."
     )
 
 
