@@ -227,7 +227,7 @@ def _copied(family: Family) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class HeadLayout:
     """The heads that a checkpoint holds, and their rows for any number of K/V heads."""
 
     family: Family
@@ -246,7 +246,7 @@ class Attention:
         return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.present)
 
 
-def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
+def find_attention(family: Family, sizes: Sizes, layers: Layers) -> HeadLayout:
     """Return the position of the heads of all layers. Raises CheckpointError if a layer is incomplete."""
     layout = make_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
@@ -260,7 +260,7 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> Attention:
         _check_layer(layer, layout, parts, present)
         prefix = _layer_prefix(parts)
         positions += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
-    return Attention(family, sizes, tuple(positions))
+    return HeadLayout(family, sizes, tuple(positions))
 
 
 def _layer_prefix(parts: Mapping[str, TensorInfo]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.attention_layout import Attention, Layers, Sizes, attention_tensors, find_attention
+from model.attention_layout import HeadLayout, Layers, Sizes, attention_tensors, find_attention
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
@@ -28,7 +28,7 @@ class Geometry:
     n_kv_heads: int
     head_dim: int
     hidden_size: int
-    attention: Attention
+    attention: HeadLayout
     """The tensor rows that depend on the number of K/V heads, layer by layer."""
     n_rotary_pairs: tuple[int, ...] | None = None
     """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known, or
@@ -39,19 +39,23 @@ class Geometry:
     """Whether each query head has a bias of its own by distance."""
 
     @property
+    def family(self) -> Family:
+        return self.attention.family
+
+    @property
     def heads_per_group(self) -> int:
         return self.n_heads // self.n_kv_heads
 
     @property
     def legal_n_kv_heads(self) -> tuple[int, ...]:
         """The numbers of K/V heads that the model can be merged to: divisors of its own, if its class supports them."""
-        candidates = () if self.attention.family.only_multi_query else range(2, self.n_kv_heads)
+        candidates = () if self.family.only_multi_query else range(2, self.n_kv_heads)
         return tuple(sorted({1, *(n for n in candidates if self.n_kv_heads % n == 0), self.n_kv_heads}))
 
     @property
     def legal_repeats(self) -> tuple[int, ...]:
         """The larger numbers that the K/V heads can be repeated to, up to one per query head."""
-        candidates = () if self.attention.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
+        candidates = () if self.family.only_multi_query else range(self.n_kv_heads + 1, self.n_heads + 1)
         return tuple(n for n in candidates if n % self.n_kv_heads == 0 and self.n_heads % n == 0)
 
     def kv_cache_bytes_per_token(self, n_kv_heads: int, bytes_per_value: int = 2) -> int:

@@ -142,7 +142,7 @@ def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:
     """Return what a model has, or lacks, that keeps `uptrain evaluate` from it; None if it can be evaluated."""
     obstacles = {
         "a language model that cannot be used alone": not has_language_model(checkpoint.config),
-        "an encoder": geometry.attention.family.is_encoder_decoder,
+        "an encoder": geometry.family.is_encoder_decoder,
         "ALiBi biases": geometry.alibi,
         "no language-model head": not has_head(checkpoint),
     }

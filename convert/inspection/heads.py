@@ -110,10 +110,10 @@ def head_layers(checkpoint: Checkpoint) -> tuple[LayerMerge, ...]:
     geometry = read_geometry(checkpoint)
     if geometry.n_kv_heads == 1:
         raise CheckpointError(f"{checkpoint.path} has one K/V head in each layer; --heads has nothing to compare.")
-    if geometry.n_rotary_pairs is None or geometry.attention.family.is_encoder_decoder:
+    if geometry.n_rotary_pairs is None or geometry.family.is_encoder_decoder:
         raise CheckpointError(
             "--heads rotates heads to compare them, which is not implemented for the attention of "
-            f"model_type {geometry.attention.family.model_type!r}; leave --heads out."
+            f"model_type {geometry.family.model_type!r}; leave --heads out."
         )
     try:
         return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], MergeRecipe("pca"), None).conversions

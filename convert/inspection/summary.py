@@ -93,7 +93,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _notes(checkpoint: Checkpoint, geometry: Geometry) -> list[str]:
-    family = geometry.attention.family
+    family = geometry.family
     notes = [*notes_of_checkpoint(checkpoint, family)]
     if geometry.n_kv_heads > 1:
         try:
@@ -142,7 +142,7 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
             kv_bytes += heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]
-    norms = geometry.attention.family.head_norms
+    norms = geometry.family.head_norms
     # A norm over all heads together would count the copies of a head, too (vLLM, `olmo2.py`, `_apply_qk_norm`).
     can_copy = norms is None or norms.per_head
     return {

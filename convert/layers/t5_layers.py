@@ -125,7 +125,7 @@ class T5Sublayer(ObservedLayer):
         added_1HAA: Tensor | None,
         feed_forward: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.index, self._n_encoded, self._model_type = index, n_encoded, geometry.attention.family.model_type
+        self.index, self._n_encoded, self._model_type = index, n_encoded, geometry.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
         self._sublayer, self._attention, self._feed_forward = sublayer, attention, feed_forward
         self._added_1HAA, self.device = added_1HAA, attention.o.weight.device

@@ -72,9 +72,9 @@ class TransformersLayer(ObservedLayer):
     ) -> None:
         assert geometry.n_rotary_pairs is not None
         self.index, self._layer, self._length, self._arguments = index, layer, length, arguments
-        self._hidden_size, self._model_type = geometry.hidden_size, geometry.attention.family.model_type
+        self._hidden_size, self._model_type = geometry.hidden_size, geometry.family.model_type
         self.n_heads, self.n_kv_heads, self.head_dim = geometry.n_heads, geometry.n_kv_heads, geometry.head_dim
-        family, sizes = geometry.attention.family, geometry.attention.sizes
+        family, sizes = geometry.family, geometry.attention.sizes
         self._attention: Any = layer.get_submodule(family.names.attention[0])
         self._output: Any = self._attention.get_submodule(family.names.output)
         self.device, self.output_bias = self._output.weight.device, self._output.bias

@@ -73,7 +73,7 @@ class TransformersModelLayers(ModelLayers):
     def load(self, index: int) -> "TransformersLayer":
         if index:
             self._layers[index - 1].to_empty(device="meta")
-        stem = f"{self._geometry.attention.family.names.layers}.{index}."
+        stem = f"{self._geometry.family.names.layers}.{index}."
         state = {
             self._parameter_name(name): read_tensor(self.checkpoint, name, torch.float32, scalar=True)
             for name in self._parameters
@@ -91,7 +91,7 @@ class TransformersModelLayers(ModelLayers):
 
         Raises CheckpointError if a tensor is missing, left over or misshapen.
         """
-        check_class_settings(self._config, self._geometry.attention.family, head=True)
+        check_class_settings(self._config, self._geometry.family, head=True)
         head = self._head_names()
         names = {self._parameter_name(name): name for name in self._parameters} | head
         dtype = functools.reduce(torch.promote_types, matrix_dtypes(self.checkpoint, names.values()))

@@ -32,7 +32,7 @@ def latent_config(
         _model_settings(geometry, source, sizes)
         | {LATENT_NORM_KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
-        | _token_settings(checkpoint.config, geometry.attention.family)
+        | _token_settings(checkpoint.config, geometry.family)
         | _dtype_settings(checkpoint, dtype)
     )
 

@@ -45,7 +45,7 @@ class LatentPlan(Plan):
         return before, self.sizes.kv_cache_bytes_per_token(geometry.n_layers)
 
     def added_files(self, checkpoint: Checkpoint) -> dict[str, Path | bytes]:
-        return {**super().added_files(checkpoint), **tokenizer_config(checkpoint, self.geometry.attention.family)}
+        return {**super().added_files(checkpoint), **tokenizer_config(checkpoint, self.geometry.family)}
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""

@@ -61,7 +61,7 @@ class MergePlan(Plan):
         if self.geometry.alibi and self.recipe.text is not None:
             masks_and_weights = 2 * 4 * self.geometry.n_heads * self.recipe.text.window_tokens**2  # of all heads
             running += masks_and_weights
-        if self.geometry.attention.family.is_encoder_decoder:  # the encoder, in float32, reads the text as a whole
+        if self.geometry.family.is_encoder_decoder:  # the encoder, in float32, reads the text as a whole
             encoder = sum(4 * prod(t.shape) for name, t in self.tensors.items() if name.startswith("encoder."))
             running = max(running, encoder)
         return program + self.reader_bytes + max(running, self._embedding_memory())
@@ -78,7 +78,7 @@ def make_merge_plan(
     Raises CheckpointError if that is impossible.
     """
     geometry = read_geometry(checkpoint)
-    family = geometry.attention.family
+    family = geometry.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, recipe.method)
     _check_slices(checkpoint, geometry, n_kv_heads)

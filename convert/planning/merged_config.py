@@ -20,7 +20,7 @@ def merged_config(
     If heads were regrouped, add the keys that version 4 of transformers reads beside those of version 5. If the stock
     class cannot hold the heads, name the code that can.
     """
-    family, text_config = geometry.attention.family, geometry.text_config
+    family, text_config = geometry.family, geometry.text_config
     config = json.loads(checkpoint.config_text)
     inner = config if text_config is None else config[text_config]
     if regrouped or family.stock_class_supports_gqa:

@@ -96,7 +96,7 @@ class Plan(ABC):
 
     def in_layer(self, name: str) -> bool:
         """Return whether a tensor belongs to one of the layers."""
-        return f".{self.geometry.attention.family.names.layers}." in f".{name}"
+        return f".{self.geometry.family.names.layers}." in f".{name}"
 
     def workers(self, requested: int) -> int:
         """Return the number of workers: fewer than requested if their groups exceed MERGE_MEMORY."""

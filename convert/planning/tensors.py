@@ -70,7 +70,7 @@ def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: i
 
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
     """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
-    family = geometry.attention.family
+    family = geometry.family
     if geometry.n_rotary_pairs is None and family.positions.rotary_fraction is not None:
         raise UnsupportedMethodError(
             f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
@@ -121,7 +121,7 @@ def layer_merges(
     """
     check_layer_merge(geometry, tensors, recipe.method)
     assert geometry.n_rotary_pairs is not None
-    family, sizes = geometry.attention.family, geometry.attention.sizes
+    family, sizes = geometry.family, geometry.attention.sizes
     norms = family.head_norms if family.head_norms and family.head_norms.kind == "rms" else None
     merges = []
     per_layer = len(family.names.attention)

@@ -281,7 +281,7 @@ def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
     _, folder = build("glm", tmp_path / "source")
     with open_checkpoint(folder) as checkpoint:
         geometry = transformers_model_layers.read_geometry(checkpoint)
-        family = geometry.attention.family
+        family = geometry.family
         halves = replace(family, positions=replace(family.positions, rotary_pairing="half"))
         wrong = replace(geometry.attention, family=halves)
         monkeypatch.setattr(
