@@ -13,8 +13,8 @@ from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_DETAILS, UPTRAINING_RECORD
-from model.common.front_matter import of_derived_model
+from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
+from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown
 from model.common.read_files import CONFIG_BYTES, read_content
 
@@ -40,23 +40,21 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)
-    card = source or _front_matter(origin, ["groupwise", *_describe(plan).tags]).encode()
+    card = source or front_matter(_name_on_hub(origin), ["groupwise", *_describe(plan).tags])
     return card.strip() + b"\n\n" + _section(checkpoint, plan, origin).encode()
 
 
 def _of_another_model(card: bytes, origin: Origin) -> bytes:
     """Return a card that says that its text describes the base model, and names it, if the hub has it."""
-    name, revision = origin
-    front, text = of_derived_model(card, name if revision else None)
+    front, text = of_derived_model(card, _name_on_hub(origin))
     if text and not text.startswith(_OF_THE_BASE_MODEL):
         text = _OF_THE_BASE_MODEL + text
     return front + text
 
 
-def _front_matter(origin: Origin, tags: list[str]) -> str:
+def _name_on_hub(origin: Origin) -> str | None:
     name, revision = origin
-    lines = [f"base_model: {name}"] if revision else []
-    return "\n".join(["---", *lines, "library_name: transformers", f"tags: [{', '.join(tags)}]", "---"])
+    return name if revision else None
 
 
 def _section(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> str:

@@ -13,7 +13,7 @@ import torch_files
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.common.front_matter import of_derived_model
+from model.common.model_card import of_derived_model
 
 LAYOUTS = {
     "plain": {},

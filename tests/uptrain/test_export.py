@@ -280,7 +280,7 @@ def test_the_card_of_a_model_that_has_none(tmp_path, name, base):
     assert described.startswith(f"---\n{base or 'base_model: a/b' + chr(10)}tags: [c]\n---\n\n# Card\n")
     (inputs["model"] / "README.md").unlink()
     card = model_card(inputs["model"], record).decode()
-    assert card.startswith(f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---\n")
+    assert card.startswith(f"---\n{base}library_name: transformers\ntags: [groupwise]\n---\n")
     assert "This training changed all weights." in card and "above" not in card
 
 

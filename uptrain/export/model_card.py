@@ -5,8 +5,8 @@ from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.counts import format_count
-from model.common.file_names import MODEL_CARD, UPTRAINING_DETAILS
-from model.common.front_matter import of_derived_model
+from model.common.file_names import MODEL_CARD
+from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.language_model import text_config_key
@@ -21,22 +21,13 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
     """Return `README.md`. `source` is the folder of the initial model, `record` the content of uptraining.json."""
     path = source / MODEL_CARD
     has_card = path.is_file() and not leads_outside(path, source)
-    card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else _front_matter(record["settings"]["model"])
-    if has_card and (model := record["settings"]["model"]):
-        card = b"".join(of_derived_model(card, model if _is_on_hub(model) else None))
+    model = record["settings"]["model"]
+    base_model = model if "/" in model else None  # a name on the hub has an owner
+    card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else front_matter(base_model, ["groupwise"])
+    if has_card and model:
+        card = b"".join(of_derived_model(card, base_model))
     is_wrapper = text_config_key(read_config(source)[1]) is not None
     return card.strip() + b"\n\n" + _section(record, has_card, was_uptrained(source), is_wrapper).encode()
-
-
-def _is_on_hub(model: str) -> bool:
-    """Return whether the name of the initial model is the hub's: it then has an owner."""
-    return "/" in model
-
-
-def _front_matter(model: str) -> bytes:
-    """Return the metadata of a card; `model` is the initial model's name, "" if it has none."""
-    base = f"base_model: {model}\n" if _is_on_hub(model) else ""
-    return f"---\nlibrary_name: transformers\n{base}tags: [groupwise]\n---".encode()
 
 
 def _section(record: dict[str, Any], has_card: bool, was_trained: bool, is_wrapper: bool) -> str:

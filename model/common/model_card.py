@@ -1,6 +1,12 @@
-"""Read and change the front matter of a model card: YAML between two lines `---` at the beginning of `README.md`."""
+"""Write and change a model card's front matter: YAML between two lines `---` at the beginning of `README.md`."""
 
 import re
+from collections.abc import Sequence
+
+from model.common.file_names import UPTRAINING_RECORD
+
+UPTRAINING_DETAILS = f"Details are in `{UPTRAINING_RECORD}`."
+"""A sentence of an export's card, which the card of a later conversion changes: the file is not copied then."""
 
 _FRONT_MATTER = re.compile(rb"(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?^)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 """huggingface_hub, too, finds it after empty lines and a byte order mark."""
@@ -8,6 +14,12 @@ _EMPTY = re.compile(rb"(?:[ \t]*+(?:#.*|\{\}[ \t]*+)?\r?\n)*+")
 """Comments and `{}`, as in the template of huggingface_hub. (Possessive, so that the time is linear.)"""
 _KEY = rb"[^\s#\[\]{}-][^\n]*:(?:[ \t]|\r?$)"
 """The beginning of an entry at the top level: no comment, no item of a list, no end of brackets, not indented."""
+
+
+def front_matter(base_model: str | None, tags: Sequence[str]) -> bytes:
+    """Return the front matter of a new card. `base_model`: its name on the hub, if it has one."""
+    lines = [f"base_model: {base_model}"] if base_model else []
+    return "\n".join(["---", *lines, "library_name: transformers", f"tags: [{', '.join(tags)}]", "---"]).encode()
 
 
 def of_derived_model(card: bytes, base_model: str | None) -> tuple[bytes, bytes]:
