@@ -52,6 +52,8 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     with explain_removal(source):
         if problem := find_damage(source):
             raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
+        if not (source / TENSORS / METADATA).is_file():
+            raise InputError(f"the checkpoint to continue from is damaged: it has no {TENSORS}/{METADATA}.")
         read_metadata(source / TENSORS / METADATA)
     longer = find_data(replace(run.settings, steps=steps), folder)
     first_decay = decay_start(longer.learning_rates)

@@ -34,7 +34,10 @@ def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
             if any(Path(name).glob("values-*.bin")):
                 raise InputError(f"{option} {name} holds a teacher's logits; give texts.")
             if len(data) == 1 and weight is not None:
-                raise InputError(f"{option} {name} is a token cache, which has no weight; give {option} {name}")
+                raise InputError(
+                    f"{option} {name} is a token cache, which has no weight; give {option} {name} (`uptrain prepare`: "
+                    "the texts that it was made of)."
+                )
             raise InputError(
                 f"{option} {name} is a token cache, which stands alone; give the texts that it was made of."
             )
