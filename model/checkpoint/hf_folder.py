@@ -241,10 +241,14 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
     return None
 
 
+_UPTRAIN_DATA = re.compile(r"(tokens|documents|values|ids|crc)-\d{5,}\.bin")
+"""The files of a token cache and of a teacher's logits."""
+
+
 def is_uptrain_output(folder: Path) -> bool:
     """Return whether `uptrain` made a folder: a run, a token cache or logits. They hold paths of this machine."""
     names = {path.name for path in folder.iterdir()}
     is_run = RUN_JSON in names and not names.isdisjoint((METRICS, "model"))
     if is_run or "manifest.json" not in names:
         return is_run
-    return any(name == "inputs.sha256" or name.startswith(("tokens-", "values-")) for name in names)
+    return any(name == "inputs.sha256" or _UPTRAIN_DATA.fullmatch(name) for name in names)

@@ -70,8 +70,9 @@ class Staging:
         self._journal = self.root / "journal.jsonl"
         self._replaced = self.root / "replaced"
         self.finished: dict[str, Any] = {}
-        self._patterns: Sequence[str] = ()
         """The finished pieces in the journal: name → record."""
+        self._patterns: Sequence[str] = ()
+        """Patterns of the files in the scratch folder that are finished pieces (`open`)."""
         self._writing = threading.Lock()
 
     def __enter__(self) -> Self:

@@ -156,8 +156,8 @@ def test_logits_are_no_data(uptrain, inputs, tmp_path):
 def test_a_folder_of_texts_with_a_manifest_of_its_own(uptrain, inputs, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
-    (texts / "a.txt").write_text("a text " * 200)
-    (texts / "manifest.json").write_text('{"files": ["a.txt"]}')
+    (texts / "tokens-00000.txt").write_text("a text " * 200)
+    (texts / "manifest.json").write_text('{"files": ["tokens-00000.txt"]}')
     model = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
     evaluated = uptrain("evaluate", model, "--data", texts, "--json").succeeded()
     assert json.loads(evaluated.out)["targets"] > 100
