@@ -1,5 +1,6 @@
 """Build what a run trains: the models on their devices, the optimizer and the data."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,46 +39,42 @@ from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import make_optimizer
 
 
-def build_initial(
-    settings: Settings,
-    config_folder: Path,
-    accelerator: Accelerator,
-    folder: Path,
-    checkpoints: CheckpointStore,
-    deadline: float,
-    show: ProgressSink,
-    saved_step: int = NO_STEP,
-) -> Training:
+@dataclass(frozen=True)
+class RunContext:
+    """Where a run trains, where it saves and logs, and how long."""
+
+    accelerator: Accelerator
+    folder: Path
+    """The run's folder. It need not exist yet."""
+    checkpoints: CheckpointStore
+    deadline: float
+    """`time.monotonic()` at which to stop."""
+    show: ProgressSink
+    """Called with each record of the loop."""
+
+
+def build_initial(settings: Settings, config_folder: Path, context: RunContext, saved_step: int = NO_STEP) -> Training:
     """Build a Training with the initial weights of a run; arguments as of `build`."""
-    part = settings.trainable
+    accelerator, part = context.accelerator, settings.trainable
     source = config_folder if part == "all" else Path(settings.model)
     student, weights = load_on_main(
         accelerator,
         lambda: initial_student(settings, config_folder),
         lambda: uninitialized_student(source, part, settings.lora_rank),
     )
-    training = build(settings, student, accelerator, folder, checkpoints, deadline, show, saved_step)
+    training = build(settings, student, context, saved_step)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
     return training
 
 
-def build(
-    settings: Settings,
-    student: LanguageModel,
-    accelerator: Accelerator,
-    folder: Path,
-    checkpoints: CheckpointStore,
-    deadline: float,
-    show: ProgressSink,
-    saved_step: int = NO_STEP,
-) -> Training:
+def build(settings: Settings, student: LanguageModel, context: RunContext, saved_step: int = NO_STEP) -> Training:
     """Open data and teacher, and place the models on all processes. Writes nothing into the run's folder.
 
-    `deadline`: `time.monotonic()` at which to stop. `show` is called with each record of the loop. `saved_step`: the
-    step of the checkpoint whose tensors the caller then loads, NO_STEP if there is none.
+    `saved_step`: the step of the checkpoint whose tensors the caller then loads, NO_STEP if there is none.
 
     Raises InputError if data, student and teacher are incompatible.
     """
+    accelerator = context.accelerator
     cache = TokenCache.open(Path(settings.data))
     eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
     caches = [opened for opened in (cache, eval_cache) if opened]
@@ -113,11 +110,11 @@ def build(
         accelerator=accelerator,
         cache=cache,
         schedule=settings.learning_rates,
-        checkpoints=checkpoints,
-        metrics=Metrics(folder / METRICS),
+        checkpoints=context.checkpoints,
+        metrics=Metrics(context.folder / METRICS),
         stop_request=stop_request,
-        deadline=deadline,
-        show=show,
+        deadline=context.deadline,
+        show=context.show,
         global_batch=settings.global_batch,
         micro_batch=settings.micro_batch,
         seed=settings.seed,

@@ -39,7 +39,7 @@ from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, m
 from uptrain.distributed.collectives import gather, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
 from uptrain.models.load import uninitialized_student
-from uptrain.runs.build import build, build_initial
+from uptrain.runs.build import RunContext, build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.explain_errors import device_errors_as_run_error, explain_error
 from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
@@ -80,9 +80,9 @@ def start(
     on_main(accelerator, lambda: refuse_existing(out))
     lock = _RunLock(accelerator, out)
     checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
-    show = without_errors(show)
+    context = RunContext(accelerator, out, checkpoints, deadline, without_errors(show))
     with device_errors_as_run_error(accelerator):
-        training = build_initial(settings, config_folder, accelerator, out, checkpoints, deadline, show)
+        training = build_initial(settings, config_folder, context)
     teacher = accelerator.unwrap_model(training.loss_module).teacher
     for folder, model in ((settings.model, training.loss_module), (settings.teacher, teacher)):
         if model is not None and not has_finite_weights(model, accelerator):
@@ -118,12 +118,12 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.fingerprints, with_model=checkpoint is None))
         saved_step = NO_STEP if checkpoint is None else checkpoint.state["step"]
-        common = (accelerator, folder, checkpoints, deadline, without_errors(show), saved_step)
+        context = RunContext(accelerator, folder, checkpoints, deadline, without_errors(show))
         with device_errors_as_run_error(accelerator):
             if reads_model:
-                training = build_initial(settings, folder / MODEL, *common)
+                training = build_initial(settings, folder / MODEL, context, saved_step)
             else:
-                training = build(settings, uninitialized_student(folder / MODEL), *common)
+                training = build(settings, uninitialized_student(folder / MODEL), context, saved_step)
         if checkpoint is None:
             return train_run(folder, settings, training, TrainingProgress(), None)
         read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
