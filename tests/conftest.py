@@ -38,9 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    from uptrain.distributed.accelerator import has_accelerator
+    from uptrain.distributed.accelerator import uses_gpu
 
-    if not has_accelerator():
+    if not uses_gpu():
         raise pytest.UsageError(
             f"--gpu: torch {torch.__version__} finds no GPU; leave --gpu out, or install a build of torch for this one."
         )
@@ -127,9 +127,9 @@ def device() -> "torch.device":
     """Return what `tests/gpu` runs on: a GPU with `--gpu`, else the CPU."""
     import torch
 
-    from uptrain.distributed.accelerator import has_accelerator
+    from uptrain.distributed.accelerator import uses_gpu
 
-    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
+    accelerator = torch.accelerator.current_accelerator() if uses_gpu() else None
     return accelerator or torch.device("cpu")
 
 

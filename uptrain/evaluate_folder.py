@@ -16,7 +16,7 @@ from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
 from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
 from uptrain.data.default_sizes import context_warning
-from uptrain.data.run_data import ensure_cache, is_cache, seq_len_of
+from uptrain.data.run_data import ensure_cache, is_prepared_data, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main
@@ -103,7 +103,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
 
 def _check_one_machine(options: EvaluateOptions, seq_len: int) -> None:
     """Raise InputError if processes on several machines would evaluate texts, whose cache only one could open."""
-    if several_machines() and not is_cache([options.data]):
+    if several_machines() and not is_prepared_data([options.data]):
         raise InputError(
             f"{options.data} is tokenised on one machine only; for several, write a token cache to a shared disk "
             f"first: uptrain prepare --data {shlex.quote(options.data)} --tokenizer {shlex.quote(str(options.model))} "

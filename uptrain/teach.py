@@ -77,7 +77,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             f"{options.model} is a converted model (groupwise.json); the parent that it was converted from is usually "
             "the better teacher."
         )
-    wanted = _describe(options, cache)
+    wanted = _wanted_manifest(options, cache)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, wanted, cache), was_complete=True)
     n_each = windows_per_shard(wanted.seq_len, wanted.n_windows, wanted.top_k, wanted.dtype)
@@ -120,8 +120,8 @@ def _publish(manifest: LogitsManifest, staging: Staging) -> None:
     staging.publish()
 
 
-def _describe(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
-    """Return the manifest without its shards. Raises InputError if model, data and top k do not go together."""
+def _wanted_manifest(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
+    """Return the manifest, still without shards. Raises InputError if model, data and top k do not go together."""
     model = build_meta_from_folder(options.model)
     vocab_size = len(model.head_weight)
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from model.decoder.chunk_size import chunk_size
 from model.decoder.losses import chunked_cross_entropy, chunked_loss
-from scripts.bench.machine import write_rows
+from scripts.bench.machine import read_bytes, write_rows
 from scripts.bench.rounds import in_turns, median_ratio
 from uptrain.training.losses.kl import kl_of_chunks
 
@@ -112,8 +112,7 @@ def report_peak(loss: str, way: str, vocab: int, tokens: int, precision: str) ->
 
 def high_water_bytes() -> int:
     """Return this process's peak memory so far. (getrusage's ru_maxrss would include the parent's before exec.)"""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(status["VmHWM"].split()[0])
+    return read_bytes(Path("/proc/self/status"), "VmHWM:")
 
 
 def compare(loss: str, vocab: int, tokens: int, precision: str, rounds: int) -> dict[str, float]:

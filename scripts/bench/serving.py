@@ -30,7 +30,7 @@ from model.common.machine import n_cores
 from model.common.plot_style import PLOT_STYLE
 from scripts.bench.engines.client import ENGINES, GIB, Worker
 from scripts.bench.engines.models import FAMILIES, make_gguf, make_models
-from scripts.bench.machine import facts
+from scripts.bench.machine import Row, facts
 
 TASKS = ("prefill", "decode")
 CLOCKS = ("wall", "processor")
@@ -42,7 +42,6 @@ SPARE = 256
 WARM_UP = 128
 """Tokens of the first prefill, which is not counted: it reads the weights from the disk."""
 KEY = ("engine", "model", "task", "batch", "context")
-Row = dict[str, Any]
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
@@ -112,7 +111,7 @@ class Results:
         wanted = {**vars(cell), "n_kv_heads": n_kv_heads, "turn": turn}
         return any(wanted.items() <= row.items() for row in self.rows)
 
-    def fits(self, cell: Cell, bytes_per_token: int) -> bool:
+    def fits_or_is_left_out(self, cell: Cell, bytes_per_token: int) -> bool:
         """Return whether the KV cache holds a cell; if not, record that it is left out."""
         needed = cell.batch * (cell.context + SPARE) * bytes_per_token / GIB
         if needed <= self.setup["cache_gib"]:
@@ -232,7 +231,7 @@ def measure(engine: str, model: str, cells: list[Cell], plan: Plan, results: Res
     commit = str(facts()["commit"])
     folders = make_models(plan.work, model)
     sizes = {n: bytes_per_token(folder) for n, folder in folders.items()}
-    fitting = [cell for cell in cells if results.fits(cell, max(sizes.values()))]
+    fitting = [cell for cell in cells if results.fits_or_is_left_out(cell, max(sizes.values()))]
     for turn in range(plan.turns):
         for n in list(folders) if turn % 2 == 0 else reversed(list(folders)):
             missing = [cell for cell in fitting if not results.has(cell, n, turn)]

@@ -74,7 +74,7 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
     return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
-def by_rates(lines: list[Result]) -> str:
+def gaps_by_rate(lines: list[Result]) -> str:
     """Return the table of losses beyond the parent's by peak learning rate, for all numbers of K/V heads.
 
     The first number is the parents' own: it has the unmerged parents, trained on.
@@ -199,7 +199,7 @@ def by_tokens(lines: list[Result]) -> str:
     return markdown(["tokens", "orders", "loss above the parent's", "recovered", "KL divergence", "agreement"], rows)
 
 
-def by_rate(lines: list[Result], parents: list[Result]) -> str:
+def one_merge_by_rate(lines: list[Result], parents: list[Result]) -> str:
     """Return the table of one merge right after conversion, and uptrained for one length at several peak rates.
 
     Columns are the loss beyond the parent's, the KL divergence from the parent, how often the most likely tokens of

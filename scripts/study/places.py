@@ -12,13 +12,13 @@ from scripts.study.page_tables import (
     by_parent,
     by_part,
     by_position,
-    by_rate,
-    by_rates,
     by_tokens,
     counted,
     distances,
     extrapolated,
+    gaps_by_rate,
     kinds_by_part,
+    one_merge_by_rate,
     recovered_by_text_kind,
     savings,
     tasks,
@@ -112,7 +112,7 @@ def tried_rates(results: Path) -> str:
     """Return the table of the uptrainings of the longest-trained parents that were tried at several rates."""
     lines = [line for line in twenty(results) if line["alpha"]]
     several = {(line["arm"], stage_of(line)) for line in lines if line["plan"] == "twenty_rates"}
-    return by_rates([line for line in lines if (line["arm"], stage_of(line)) in several])
+    return gaps_by_rate([line for line in lines if (line["arm"], stage_of(line)) in several])
 
 
 SAME_TRAINING = (
@@ -188,7 +188,7 @@ def on_mixed_text(results: Path) -> list[Result]:
 
 def rates_of(results: Path, plan: str, plan_of_parent: str) -> str:
     """Return the table of a plan's peak rates, against the parent that another plan measured."""
-    return by_rate(read(results / f"{plan}.jsonl"), read(results / f"{plan_of_parent}.jsonl"))
+    return one_merge_by_rate(read(results / f"{plan}.jsonl"), read(results / f"{plan_of_parent}.jsonl"))
 
 
 def latent_smollm2(results: Path) -> str:

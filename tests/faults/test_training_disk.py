@@ -298,14 +298,14 @@ def test_a_display_that_cannot_be_written(uptrain, runs, tmp_path, monkeypatch, 
 
 def test_a_state_that_cannot_be_written_at_the_end(uptrain, runs, tmp_path, monkeypatch):
     """The run is saved. So is the reason for which it failed, which is printed."""
-    real = run_module._write_run_status
+    real = run_module._write_run_state
 
     def full(folder, status, *rest):
         if status != "running":
             raise OSError(errno.ENOSPC, "No space left on device", "run_state.json")
         real(folder, status, *rest)
 
-    monkeypatch.setattr(run_module, "_write_run_status", full)
+    monkeypatch.setattr(run_module, "_write_run_state", full)
     result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "run")).succeeded()
     assert "Warning: run_state.json could not be written" in result.err
     monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

@@ -9,7 +9,7 @@ import real_runs
 import torch
 from small_training import make_training
 
-from uptrain.distributed.accelerator import has_accelerator
+from uptrain.distributed.accelerator import uses_gpu
 from uptrain.training.loop import TrainingProgress, train
 
 STEPS, STOP_IN = 12, 5
@@ -48,7 +48,7 @@ def losses(records):
 @pytest.mark.parametrize(("processes", "sharded"), LAYOUTS)
 def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     """As the command runs without options: in bfloat16 on GPUs."""
-    if has_accelerator() and torch.accelerator.device_count() < processes:
+    if uses_gpu() and torch.accelerator.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     run = tmp_path / "run"
     first = {"arguments": arguments(inputs, run), "stop_in": STOP_IN}
@@ -56,7 +56,7 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     records_on_device = real_runs.records(run)
     assert {r["device"] for r in records_on_device if r.get("event") in ("started", "resumed")} == {device.type}
     precision = json.loads((run / "run.json").read_text())["settings"]["precision"]
-    assert precision == ("bf16" if has_accelerator() else "fp32")
+    assert precision == ("bf16" if uses_gpu() else "fp32")
     assert losses(records_on_device) == pytest.approx(losses(expected), rel=0.02)
     assert len(losses(records_on_device)) == STEPS
     last, wanted = (

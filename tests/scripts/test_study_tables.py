@@ -205,9 +205,9 @@ def test_table_by_rate():
         "| distill, 0.001 | 0.400 | 0.500 | 75.0% | 0.700 |",
         "| next-token, 0.0001 | 0.600 | 0.500 | 75.0% | 0.800 |",
     ]
-    assert page_tables.by_rate([merged, *trained], [parent]).splitlines()[2:] == rows
+    assert page_tables.one_merge_by_rate([merged, *trained], [parent]).splitlines()[2:] == rows
     copied = {"behaviour": {"loss_by_kind": {"copied": 7.25}}}
-    watched = page_tables.by_rate([each | copied for each in (merged, *trained)], [parent, merged])
+    watched = page_tables.one_merge_by_rate([each | copied for each in (merged, *trained)], [parent, merged])
     assert watched.splitlines()[2] == "| none: after conversion | 1.000 | 0.500 | 75.0% | 7.2 | 1.500 |"
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from uptrain.distributed.accelerator import has_accelerator
+from uptrain.distributed.accelerator import uses_gpu
 
 HERE = Path(__file__).parent
 LAYOUTS = {"one process": (1, False), "DDP x 2": (2, False), "FSDP2 x 2": (2, True)}
@@ -62,7 +62,7 @@ def arguments(
 
 def environment(sharded: bool = False, on_cpu: bool = False) -> dict[str, str]:
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not has_accelerator() else {}
+    settings |= {"ACCELERATE_USE_CPU": "true"} if on_cpu or not uses_gpu() else {}
     settings |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
     # The shell that starts the tests need not have activated the environment whose programs the launch scripts call.
     settings |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -88,7 +88,7 @@ def drive(
 
     `settings`: more variables of a launcher.
     """
-    if on_cpu or not has_accelerator():
+    if on_cpu or not uses_gpu():
         with TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"output-{rank}" for rank in range(n_processes)]
             started = forks.start_ranks(drive_training.drive, jobs, outputs=outputs, sharded=sharded, settings=settings)

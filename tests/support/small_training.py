@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import has_accelerator
+from uptrain.distributed.accelerator import uses_gpu
 from uptrain.training.learning_rate import Schedule
 from uptrain.training.loop import Training
 from uptrain.training.optimizer import make_optimizer
@@ -37,7 +37,7 @@ class Bigrams(nn.Module):
 def make_training(folder: Path, steps: int, report: Any, optimizer: str = "adamw", **changes: Any) -> Training:
     """Return a Training that calls `report` with "update" for each update, and with the record of each step."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=not has_accelerator(), mixed_precision="no")
+    accelerator = Accelerator(cpu=not uses_gpu(), mixed_precision="no")
     torch.manual_seed(0)
     module = Bigrams().to(accelerator.device)
     updated = make_optimizer(optimizer, module, 0.0)

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 
 from model.common.errors import InputError, is_out_of_memory
 from uptrain.distributed import accelerator as accelerators
-from uptrain.distributed.accelerator import choose_device, has_accelerator, make_accelerator
+from uptrain.distributed.accelerator import choose_device, make_accelerator, uses_gpu
 from uptrain.runs import device_memory, resolve_settings
 
 
@@ -23,10 +23,10 @@ def test_all_but_apples(monkeypatch, available, kind, expected):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
-    assert has_accelerator() == expected
+    assert uses_gpu() == expected
     for value in ("true", "yes", "ON"):
         monkeypatch.setenv("ACCELERATE_USE_CPU", value)
-        assert not has_accelerator()
+        assert not uses_gpu()
 
 
 @pytest.mark.parametrize(("kind", "native", "expected"), [
@@ -80,7 +80,7 @@ def test_one_device_for_many_processes(monkeypatch):
 def test_each_process_asks_its_own_device(monkeypatch, local_rank, seen, index):
     """Not the first of its machine, which may be of another kind."""
     current, asked = [], []
-    monkeypatch.setattr(accelerators, "has_accelerator", lambda: True)
+    monkeypatch.setattr(accelerators, "uses_gpu", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
@@ -114,7 +114,7 @@ def test_a_device_against_the_environment(monkeypatch):
 ])  # fmt: skip
 def test_more_processes_than_devices(monkeypatch, on_gpus, seen, refused):
     """NCCL would refuse them, with a traceback of each. With `srun --gpus-per-task=1`, each sees only its own."""
-    monkeypatch.setattr(accelerators, "has_accelerator", lambda: on_gpus)
+    monkeypatch.setattr(accelerators, "uses_gpu", lambda: on_gpus)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -222,7 +222,7 @@ def test_compilation_by_the_launcher(monkeypatch):
 def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     """As with `srun --gpus-per-task=1`."""
     asked = []
-    monkeypatch.setattr(device_memory, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device_memory, "uses_gpu", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     device = SimpleNamespace(mem_get_info=lambda index: asked.append(index) or (1000, 2000))

@@ -30,7 +30,7 @@ def test_micro_batches_are_the_windows_in_turn(tmp_path):
 
 
 def test_a_row_that_counts_for_nothing():
-    batch = Batch.ignored(4, "cpu")
+    batch = Batch.without_targets(4, "cpu")
     assert torch.equal(batch.labels_BT, torch.full((1, 4), IGNORED))
 
 

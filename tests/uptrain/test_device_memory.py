@@ -258,7 +258,7 @@ def test_a_busy_gpu_is_named_by_its_process(seven, monkeypatch):
     """The first process prints the errors of all, but another GPU may have less memory."""
     model, teacher = seven
     monkeypatch.setattr(device_memory, "usable_memory", lambda: int(3e9))
-    monkeypatch.setattr(device_memory, "has_accelerator", lambda: True)
+    monkeypatch.setattr(device_memory, "uses_gpu", lambda: True)
     monkeypatch.setenv("RANK", "3")
     for local_rank, kind, words in (
         ("0", InputError, "--trainable kv needs"),

@@ -6,7 +6,8 @@ import fake_runs
 import pytest
 
 from model.common.errors import InputError
-from uptrain.training.metrics_log import Metrics, read_metrics, rise_warning, write_metrics
+from uptrain.training.loss_rise import rise_warning
+from uptrain.training.metrics_log import Metrics, read_metrics, write_metrics
 
 
 def records(n_steps):

@@ -288,8 +288,8 @@ def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
 
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
-    write_run_status = runs._write_run_status
-    monkeypatch.setattr(runs, "_write_run_status", lambda *given: states.append(given[1]) or write_run_status(*given))
+    write_run_state = runs._write_run_state
+    monkeypatch.setattr(runs, "_write_run_state", lambda *given: states.append(given[1]) or write_run_state(*given))
     flush = Metrics.flush
 
     def full_at_the_end(metrics):
@@ -381,7 +381,7 @@ def test_held_out_windows_beyond_the_context_are_warned_of(uptrain, inputs, tmp_
     (True, False, True, True), (True, True, True, False), (False, False, True, False), (True, False, False, False),
 ])  # fmt: skip
 def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, warns):
-    monkeypatch.setattr(launch, "has_accelerator", lambda: device)
+    monkeypatch.setattr(launch, "uses_gpu", lambda: device)
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
     warning = launch._packing_warning({"model_type": "llama" if native else "phi"})
     assert (warning is not None and "install a newer torch" in warning) == warns
@@ -401,7 +401,7 @@ def test_options_for_layers_that_transformers_does_not_name(uptrain, inputs, tmp
 
 @pytest.mark.parametrize(("capability", "warns"), [((7, 5), True), ((8, 0), False)])
 def test_a_gpu_older_than_ampere_attends_document_by_document(monkeypatch, capability, warns):
-    monkeypatch.setattr(launch, "has_accelerator", lambda: True)
+    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")

@@ -270,7 +270,7 @@ def test_damaged_logits_are_refused_by_name(inputs, teach, refused, tmp_path, up
     path.write_bytes(content[:-1])
     refused(logits, f"{path} has {len(content) - 1} bytes where the manifest says {len(content)}")
     path.unlink()
-    refused(logits, f"the logits lack {path}")
+    refused(logits, f"{path}, which the manifest names, is missing")
     place = min(77, len(content) - 1)
     path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))

@@ -135,7 +135,7 @@ def test_truncated_or_missing_shard(folder, name):
     (folder / name).write_bytes(content[:-1])
     refused(folder, name, f"has {len(content) - 1} bytes where the manifest says {len(content)}")
     (folder / name).unlink()
-    refused(folder, "lacks", name)
+    refused(folder, "is missing", name)
 
 
 @pytest.mark.parametrize("starts", [[0, 2**62, 3], [0, 3, 2], [-1, 2], [1], [0, 5], [0, 2, 2], [0, 2**63 - 1], []])

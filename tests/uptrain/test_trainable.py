@@ -22,7 +22,7 @@ from real_runs import (
 
 from model.families import FAMILIES
 from model.families.family import Wrapper
-from uptrain.models.frozen_parameters import choose_trainable
+from uptrain.models.frozen_parameters import freeze_all_but
 from uptrain.models.load import load_student
 
 PARTS = ("attention", "kv")
@@ -75,11 +75,11 @@ def test_every_family_names_its_parts(tmp_path, family):
     modules = {parts[1].split(".")[0] for parts in layer if len(parts) == 2}
     norms = {"input_layernorm", "attention_layernorm", "norm_1", "ln_attn"} & modules
     assert norms == ({names.attention_norm} if names.attention_norm else set())
-    choose_trainable(model, "attention", tmp_path)
+    freeze_all_but(model, "attention", tmp_path)
     of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{names.layers}.0." in n}
     assert {n.split(f"{names.layers}.0.", 1)[1].split(".")[0] for n in of_layer} == {*names.attention, *norms}
     if names.fused is None:
-        choose_trainable(model, "kv", tmp_path)
+        freeze_all_but(model, "kv", tmp_path)
         of_layer = {n for n, p in model.named_parameters() if p.requires_grad and f"{names.layers}.0." in n}
         assert {n.split(".")[-2] for n in of_layer} == {names.key, names.value}
 

@@ -59,7 +59,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
         state = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
         numbers = [state["step"], state["tokens"], *state["skipped"], *state["not_finite"]]
         if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
-            raise TypeError("a number of it is none")
+            raise TypeError("a count is not a whole number of 0 or more, or `keep` is not true or false")
         if not all(type(norm) is float for norm in state["grad_norms"]):
             raise TypeError("a gradient norm is not a number")
         if state["step"] != step_of(checkpoint.name):

@@ -14,7 +14,8 @@ from uptrain.distributed.signals import interruptible
 from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
 from uptrain.runs.settings import Settings
 from uptrain.training.learning_rate import decay_start
-from uptrain.training.metrics_log import read_metrics, rise_warning
+from uptrain.training.loss_rise import rise_warning
+from uptrain.training.metrics_log import read_metrics
 
 FOLDER = PathType()
 
@@ -71,6 +72,6 @@ def _unfinished(settings: Settings, step: int) -> str:
     """Return words on a checkpoint from before the end of its run; "" for the last one."""
     if step == settings.steps:
         return ""
-    decay = decay_start(settings.learning_rates)
+    decay = decay_start(settings.lr_schedule)
     why = ": its learning rate has not decayed" if decay is not None and step <= decay else ""
     return f" of {settings.steps:,} (not finished{why})"

@@ -36,7 +36,7 @@ class TopK:
         return cls(_copy(torch.from_numpy(values), device), _copy(torch.from_numpy(ids), device))
 
     @classmethod
-    def ignored(cls, seq_len: int, device: torch.device | str, n_rows: int, k: int) -> "TopK":
+    def without_targets(cls, seq_len: int, device: torch.device | str, n_rows: int, k: int) -> "TopK":
         """Return values for rows without targets."""
         values = torch.zeros((n_rows, seq_len - 1, k + 1), device=device)
         return cls(values, torch.zeros((n_rows, seq_len - 1, k), dtype=torch.long, device=device))
@@ -94,10 +94,10 @@ class Batch:
         )
 
     @classmethod
-    def ignored(cls, seq_len: int, device: torch.device | str, n_rows: int = 1, top_k: int = 0) -> "Batch":
+    def without_targets(cls, seq_len: int, device: torch.device | str, n_rows: int = 1, top_k: int = 0) -> "Batch":
         """Return rows without targets, each token with the top k of a teacher's logits if k is not 0."""
         zeros = torch.zeros((n_rows, seq_len), dtype=torch.long, device=device)
-        top = TopK.ignored(seq_len, device, n_rows, top_k) if top_k else None
+        top = TopK.without_targets(seq_len, device, n_rows, top_k) if top_k else None
         return cls(zeros, torch.full_like(zeros, IGNORED), zeros, top)
 
 

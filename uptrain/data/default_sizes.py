@@ -39,17 +39,17 @@ def default_seq_len(config: Mapping[str, Any]) -> int:
     context = read_context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
-    sees = None if str(config.get("model_type")) in FAMILIES else _window_in_json(config)
+    sees = None if str(config.get("model_type")) in FAMILIES else _sliding_window(config)
     return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
 
 
-def _window_in_json(config: Mapping[str, Any]) -> int | None:
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens layers with a sliding window see, by config.json alone; None if no layer has one."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    width, kinds = config.get("sliding_window"), config.get("layer_types")
     slides = config.get("use_sliding_window", True) and (not isinstance(kinds, list) or "sliding_attention" in kinds)
-    if window is None or not slides:
+    if width is None or not slides:
         return None
-    return checks.whole_number(window, "config.json has sliding_window", least=2)
+    return checks.whole_number(width, "config.json has sliding_window", least=2)
 
 
 def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:

@@ -10,7 +10,7 @@ from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, Manifest, is_token_cache
+from uptrain.data.token_cache import MANIFEST, Manifest, is_prepared
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -21,19 +21,17 @@ MUCH_TEXT, SURPLUS = 10**9, 4
 
 
 def ensure_cache(
-    data: Sequence[str], tokenizer: Path, seq_len: int | None, out: Path, option: str = "--data",
+    data: Sequence[str], model: Path, seq_len: int, out: Path, option: str = "--data",
     temporary: bool = False, quiet: bool = False,
 ) -> Path:  # fmt: skip
     """Return the token cache that `data` names; if `data` names texts, tokenise them into `out` first.
 
-    `data` are sources of `uptrain prepare`, `tokenizer` is the model's folder. `seq_len` defaults to
-    `default_seq_len`. `option` gave `data`. `temporary`: the caller deletes the cache. The main process builds the
-    cache, and the others wait for it.
+    `data` are sources of `uptrain prepare`, which `option` gave. `model` is a folder with a tokenizer. `temporary`: the
+    caller deletes the cache. The main process builds the cache, and the others wait for it.
     """
-    if not is_cache(data):
-        length = seq_len_of(data, tokenizer, seq_len)
+    if not is_prepared_data(data):
         options = PrepareOptions(
-            tuple(data), out, length, tokenizer, workers=n_cores(), option=option, temporary=temporary
+            tuple(data), out, seq_len, model, workers=n_cores(), option=option, temporary=temporary
         )
         on_main_without_group(lambda: _build(options, quiet), out / MANIFEST)
     return cache_folder(data, out)
@@ -41,7 +39,7 @@ def ensure_cache(
 
 def cache_folder(data: Sequence[str], out: Path) -> Path:
     """Return the folder of the token cache of `data`: the cache that it names, or `out` for texts."""
-    return Path(data[0]) if is_cache(data) else out
+    return Path(data[0]) if is_prepared_data(data) else out
 
 
 def run_cache_folder(run: Path, what: str) -> Path:
@@ -54,7 +52,7 @@ def surplus_warning(data: Sequence[str], n_tokens: int, out: Path) -> str | None
 
     Datasets of the hub are not counted: that would download them.
     """
-    if is_cache(data) or (out / MANIFEST).is_file():
+    if is_prepared_data(data) or (out / MANIFEST).is_file():
         return None
     nbytes, needed = sum(Path(file).stat().st_size for file in _files_here(data, "--data")), BYTES_PER_TOKEN * n_tokens
     if nbytes < MUCH_TEXT or nbytes < SURPLUS * needed:
@@ -92,18 +90,21 @@ def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
 
 def _files_here(data: Sequence[str], option: str) -> list[str]:
     """Return the files of texts, without those of datasets of the hub, which would be downloaded, and of a cache."""
-    here = () if is_cache(data) else tuple(source for source in data if not source.startswith(HUB))
+    here = () if is_prepared_data(data) else tuple(source for source in data if not source.startswith(HUB))
     return [file for source in find_sources(here, option) for file in source.text.files]
 
 
-def is_cache(data: Sequence[str]) -> bool:
-    """Return whether the sources are a single token cache."""
-    return len(data) == 1 and data[0] != "" and is_token_cache(Path(data[0]))
+def is_prepared_data(data: Sequence[str]) -> bool:
+    """Return whether the sources are a single folder that `uptrain prepare` or `uptrain teach` wrote.
+
+    Where a token cache is due, `Manifest.parse` refuses logits.
+    """
+    return len(data) == 1 and data[0] != "" and is_prepared(Path(data[0]))
 
 
-def seq_len_of(data: Sequence[str], tokenizer: Path, seq_len: int | None) -> int:
-    """Return the length of the windows of `ensure_cache`. Raises InputError if an existing cache has another."""
-    return choose_seq_len(seq_len, Path(data[0]) if is_cache(data) else None, tokenizer)
+def seq_len_of(data: Sequence[str], model: Path, requested: int | None) -> int:
+    """Return the length of the windows of a cache, or of one that is made of texts (`choose_seq_len`)."""
+    return choose_seq_len(requested, Path(data[0]) if is_prepared_data(data) else None, model)
 
 
 def _build(options: PrepareOptions, quiet: bool) -> None:

@@ -24,8 +24,10 @@ from model.common.errors import InputError
 from model.common.files import allow_open_files, is_plain_name
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
+from uptrain.data.mapped_files import map_array
 from uptrain.data.token_cache import DTYPES, Integers, TokenCache
 
+ADVICE = "run `uptrain teach` again"
 MANIFEST, FORMAT, VALUES, CRC = "manifest.json", 2, "<f4", "<u4"
 SHARD_BYTES = 64 << 20
 """Size of a shard, which survives a kill."""
@@ -175,9 +177,9 @@ class TeacherLogits:
         rows, k = manifest.seq_len - 1, manifest.top_k
         shards = manifest.shards
         allow_open_files(3 * len(shards))
-        values = [_map(folder / shard.values, VALUES, (shard.n_windows, rows, k + 1)) for shard in shards]
-        ids = [_map(folder / shard.ids, manifest.dtype, (shard.n_windows, rows, k)) for shard in shards]
-        crcs = [_map(folder / shard.crc, CRC, (shard.n_windows, 2)) for shard in shards]
+        values = [map_array(folder / s.values, VALUES, (s.n_windows, rows, k + 1), ADVICE) for s in shards]
+        ids = [map_array(folder / s.ids, manifest.dtype, (s.n_windows, rows, k), ADVICE) for s in shards]
+        crcs = [map_array(folder / s.crc, CRC, (s.n_windows, 2), ADVICE) for s in shards]
         return cls(folder, manifest, values, ids, crcs, np.cumsum([shard.n_windows for shard in shards]))
 
     def read(self, windows: Integers) -> tuple[Floats, Integers]:
@@ -215,14 +217,3 @@ class TeacherLogits:
             f"{self.folder / name} is damaged: its checksum is not the one in {sums}; remove {self.folder}, and run "
             "`uptrain teach` again."
         )
-
-
-def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    kind = np.dtype(dtype).newbyteorder("<")
-    expected = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    size = path.stat().st_size if path.is_file() else None
-    if size is None:
-        raise InputError(f"the logits lack {path}, which their manifest names; run `uptrain teach` again.")
-    if size != expected:
-        raise InputError(f"{path} has {size} bytes where the manifest says {expected}; run `uptrain teach` again.")
-    return np.memmap(path, dtype=kind, mode="r", shape=shape)

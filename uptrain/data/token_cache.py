@@ -26,6 +26,7 @@ from model.common.files import allow_open_files, file_sha256, is_plain_name
 from model.common.machine import n_cores
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
+from uptrain.data.mapped_files import map_array
 
 MANIFEST, FORMAT, DTYPES = "manifest.json", 1, ("uint16", "uint32")
 SOURCE = {
@@ -33,6 +34,7 @@ SOURCE = {
     "dropped": dict[str, int], "skipped": int,
 }  # fmt: skip
 """Keys of each source in a manifest, and their types."""
+ADVICE = "prepare the cache anew"
 _HASHING_THREADS = 8
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
@@ -154,8 +156,8 @@ class TokenCache:
         tokens, starts, borders = [], [], [0]
         allow_open_files(len(manifest.shards))  # those of documents are read at once
         for shard in manifest.shards:
-            tokens.append(_map(folder / shard.tokens, manifest.dtype, shard.n_tokens))
-            own = _map(folder / shard.documents, "int64", shard.n_documents)
+            tokens.append(map_array(folder / shard.tokens, manifest.dtype, (shard.n_tokens,), ADVICE))
+            own = map_array(folder / shard.documents, "int64", (shard.n_documents,), ADVICE)
             _check_starts(own, shard.n_tokens, folder / shard.documents)
             starts.append(own + borders[-1])
             borders.append(borders[-1] + shard.n_tokens)
@@ -230,8 +232,8 @@ class TokenCache:
         return np.searchsorted(self._starts, begins, side="right"), np.searchsorted(self._starts, ends, side="left")
 
 
-def is_token_cache(folder: Path) -> bool:
-    """Return whether `uptrain` wrote a folder's `manifest.json`: a token cache's, or that of a teacher's logits."""
+def is_prepared(folder: Path) -> bool:
+    """Return whether `uptrain prepare` or `uptrain teach` wrote a folder: a token cache, or a teacher's logits."""
     return (folder / MANIFEST).is_file() and is_uptrain_output(folder)
 
 
@@ -240,13 +242,3 @@ def _check_starts(starts: Integers, n_tokens: int, path: Path) -> None:
     begins_at_0 = not n_tokens or (len(starts) > 0 and starts[0] == 0)
     if not begins_at_0 or (starts[1:] <= starts[:-1]).any() or (starts[-1:] >= n_tokens).any():
         raise InputError(f"{path} does not hold the beginnings of documents in order; prepare the cache anew.")
-
-
-def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
-    expected = count * np.dtype(dtype).itemsize
-    size = path.stat().st_size if path.is_file() else None
-    if size is None:
-        raise InputError(f"the cache lacks {path}, which its manifest names; prepare it anew.")
-    if size != expected:
-        raise InputError(f"{path} has {size} bytes where the manifest says {expected}; prepare the cache anew.")
-    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if count else np.empty(0, dtype)

@@ -26,13 +26,13 @@ from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 PATIENCE = timedelta(minutes=30)
 """Timeout of collectives. NCCL's default of 10 minutes may be too short to load a model or verify a checkpoint."""
 
-_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+_WORLD_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
 """Variables from which accelerate reads the number of processes on CPUs (`PartialState._prepare_backend`)."""
 _TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
 """Values that accelerate reads as true or false in ACCELERATE_USE_CPU (`str_to_bool`)."""
 
 
-def has_accelerator() -> bool:
+def uses_gpu() -> bool:
     """Return whether to train on another device than the CPU.
 
     Apple's MPS does not count: it has no float64, in which losses are summed.
@@ -66,7 +66,7 @@ def choose_device(name: str) -> torch.device:
     if name != AUTO_DEVICE and n_processes > 1:
         raise InputError(f"--device {name} is for one process, but {n_processes} were started; leave it out.")
     if name == AUTO_DEVICE and (n_processes > 1 or _uses_cpu()):
-        device = own_gpu() if has_accelerator() else torch.device("cpu")
+        device = own_gpu() if uses_gpu() else torch.device("cpu")
     else:
         device = find_device(name)
     if device.index is not None:
@@ -122,7 +122,7 @@ def make_accelerator(
     if sharded:
         _refuse_fsdp_settings()
     accelerator = Accelerator(
-        cpu=not has_accelerator() if device is None else device.type == "cpu",
+        cpu=not uses_gpu() if device is None else device.type == "cpu",
         mixed_precision="bf16" if precision == "bf16" else "no",
         fsdp_plugin=fsdp_plugin(precision, layer_class_names) if sharded else None,
         # The loop accumulates gradients itself. Without this, accelerate would divide by a number from the environment.
@@ -247,7 +247,7 @@ def check_launcher() -> None:
         raise InputError(f"the variable ACCELERATE_USE_CPU is {use_cpu!r}, neither true nor false; unset it.")
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError("Megatron-LM is not supported; unset ACCELERATE_USE_MEGATRON_LM.")
-    n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if has_accelerator() else 0
+    n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if uses_gpu() else 0
     if 1 < n_gpus < n_here:
         raise InputError(
             f"{n_here} processes for {n_gpus} GPUs on this machine; start at most {n_gpus} (GPUS={n_gpus})."
@@ -256,7 +256,7 @@ def check_launcher() -> None:
 
 def _refuse_leftovers() -> None:
     """Raise InputError for a variable that makes accelerate start a process group that no launcher has prepared."""
-    left = [name for name in _SIZES if os.environ.get(name, "1") not in ("-1", "0", "1")]
+    left = [name for name in _WORLD_SIZE_VARIABLES if os.environ.get(name, "1") not in ("-1", "0", "1")]
     if os.environ.get("LOCAL_RANK", "-1") != "-1":
         left.insert(0, "LOCAL_RANK")
     if left:

@@ -26,20 +26,20 @@ def first_that_fits(
     nbytes: int,
     n_windows: int,
     devices: int = 1,
-    recompute: Iterable[bool] = (False, True),
+    activation_checkpointing: Iterable[bool] = (False, True),
     micro_batch: int | None = None,
 ) -> MemoryOptions | None:
     """Return the first options whose memory on each device is at most `nbytes`; None if none is.
 
     `n_windows`: how many windows a device has in a step. `micro_batch`: the only one to try, in windows; None: any.
 
-    The order: by part, without recomputing, then with it, each with the largest micro-batch that fits. Parts that the
-    model does not have are left out.
+    The order: by part, without activation checkpointing, then with it, each with the largest micro-batch
+    that fits. Parts that the model does not have are left out.
     """
     known = [part for part in parts if part in parts_of(estimator.config)]
     sizes = [min(micro_batch, n_windows)] if micro_batch else [*micro_batch_sizes(estimator.seq_len, n_windows)]
-    for part, again, size in product(known, recompute, sizes):
-        chosen = MemoryOptions(part, size, again)
+    for part, recompute, size in product(known, activation_checkpointing, sizes):
+        chosen = MemoryOptions(part, size, recompute)
         if estimator.memory(chosen).per_device(devices) <= nbytes:
             return chosen
     return None

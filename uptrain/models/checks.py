@@ -13,7 +13,7 @@ from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from model.language_model import open_language_model, read_language_config, wrapper_of
-from uptrain.models.load import build_meta_from_config, build_meta_from_folder, choose_part, tensor_shapes
+from uptrain.models.load import build_meta_from_config, build_meta_from_folder, make_trainable, tensor_shapes
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 
@@ -36,7 +36,7 @@ def check_models(
                 check_packing(each, seq_len)
         check_embedding_rows(folder, each.head_weight.shape[0])
     if model and trainable != "all":
-        choose_part(models[0], trainable, rank, model)
+        make_trainable(models[0], trainable, rank, model)
     if len(models) == 2:
         check_same_vocab_size(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
 

@@ -16,8 +16,8 @@ from uptrain.models.casting_layers import make_cast_in_use
 from uptrain.models.trainable_parts import part_pattern
 
 
-def choose_trainable(student: LanguageModel, part: str, folder: Path) -> None:
-    """Train a `part` of a folder's model, `attention` or `kv`. Raises InputError if the model does not have it."""
+def freeze_all_but(student: LanguageModel, part: str, folder: Path) -> None:
+    """Freeze all parameters but those of `attention` or `kv`. Raises InputError if the folder's model has none."""
     pattern = part_pattern(part, read_language_config(folder))
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(bool(pattern.search(name)))

@@ -38,7 +38,10 @@ def kept_bytes(folder: Path, part: str, seq_len: int, precision: str, lora_rank:
 
     Raises CheckpointError if its class in transformers does not run on fake tensors.
     """
-    with refusing(f"the activations of {folder} cannot be measured in transformers' class"), _quiet_and_grouped():
+    with (
+        refusing(f"the activations of {folder} cannot be measured in transformers' class"),
+        _quiet_without_grouped_mm(),
+    ):
         models = [meta_student(folder, part, lora_rank, n) for n in (_MOST_LAYERS, 1)]
         deep, shallow = (_bytes_of_a_window(model, seq_len, precision) for model, _ in models)
     more_layers = models[0][1] - 1
@@ -82,10 +85,10 @@ def _saved_bytes(student: LanguageModel, n_windows: int, seq_len: int) -> int:
 
 
 @contextmanager
-def _quiet_and_grouped() -> Iterator[None]:
-    """Let torch log no failures, and let mixtures of experts multiply by an operation that fake tensors know.
+def _quiet_without_grouped_mm() -> Iterator[None]:
+    """Let torch log no failures, and let transformers multiply experts by its fallback.
 
-    That of torch takes float32 experts on real tensors only. Autograd saves the same tensors for both.
+    torch's grouped_mm takes float32 experts on real tensors only. Autograd saves the same tensors for both.
     """
     from transformers.integrations import moe
 

@@ -19,7 +19,7 @@ from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
 from uptrain.models.casting_layers import autocast_experts
-from uptrain.models.frozen_parameters import choose_trainable, set_dtypes, set_dtypes_of_uninitialized, uncast_names
+from uptrain.models.frozen_parameters import freeze_all_but, set_dtypes, set_dtypes_of_uninitialized, uncast_names
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
 
@@ -32,7 +32,7 @@ def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Languag
     if part == "all":
         return autocast_experts(load_model(folder, torch.float32))
     student, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
-    choose_part(student, part, lora_rank, folder)
+    make_trainable(student, part, lora_rank, folder)
     set_dtypes(student, dtype)
     return student
 
@@ -57,7 +57,7 @@ def uninitialized_student(folder: Path, part: str = "all", lora_rank: int = 0) -
     if part == "all":
         return autocast_experts(_uninitialized(folder, torch.float32))
     student, dtype = _in_stored_dtype(folder, lambda dtype: _uninitialized(folder, dtype))
-    choose_part(student, part, lora_rank, folder)
+    make_trainable(student, part, lora_rank, folder)
     set_dtypes_of_uninitialized(student, dtype)
     return student
 
@@ -80,12 +80,15 @@ def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel])
     return make(dtype if native else torch.float32), dtype
 
 
-def choose_part(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:
-    """Train a part of a folder's model, other than `all`. Raises InputError if the model does not have it."""
+def make_trainable(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:
+    """Freeze all parameters but those of a part other than `all`; of `lora` but those of new adapters.
+
+    Raises InputError if the model of this folder does not have the part.
+    """
     if part == "lora":
         add_adapters(student, lora_rank)
     else:
-        choose_trainable(student, part, folder)
+        freeze_all_but(student, part, folder)
 
 
 def teacher_dtype(precision: str) -> torch.dtype:
@@ -162,7 +165,7 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
     if part == "all":
         autocast_experts(student)
     else:
-        choose_part(student, part, lora_rank, folder)
+        make_trainable(student, part, lora_rank, folder)
         set_dtypes(student, dtype)
     return student, len(layers)
 

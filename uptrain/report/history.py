@@ -6,9 +6,10 @@ from pathlib import Path
 from model.common.console import warn
 from model.common.file_names import METRICS
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_status
+from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
+from uptrain.training.loss_rise import MEASURABLE, rise_warning
 from uptrain.training.losses import LOSSES
-from uptrain.training.metrics_log import MEASURABLE, Record, read_metrics, rise_warning
+from uptrain.training.metrics_log import Record, read_metrics
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class History:
 
     folder: Path
     run: Run
-    run_status: Record
+    run_state: Record
     """Content of run_state.json; empty before the first start."""
     steps: list[Record]
     """Records of steps from the metrics. Numbers that were not finite are None, also in evaluations."""
@@ -29,8 +30,8 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        run, run_status = Run.read(folder), read_run_status(folder / RUN_STATE)
-        if run_status.get("step") and not (folder / METRICS).exists():
+        run, run_state = Run.read(folder), read_run_state(folder / RUN_STATE)
+        if run_state.get("step") and not (folder / METRICS).exists():
             warn(f"{folder / METRICS} is missing; restore it. Without it, the steps and losses are not known.")
         records = read_metrics(folder / METRICS)
         steps = [r for r in records if "loss" in r]
@@ -46,7 +47,7 @@ class History:
             evaluation["merge_cost"] = merge_cost(evaluations[0]) if starts_converted else None
             evaluation["recovered_fraction"] = recovered
         warning = rise_warning(records, run.settings.lr, bool(run.settings.teacher_logits))
-        return cls(folder, run, run_status, steps, evaluations, [r for r in records if "event" in r], warning)
+        return cls(folder, run, run_state, steps, evaluations, [r for r in records if "event" in r], warning)
 
     @property
     def step(self) -> int:

@@ -53,7 +53,7 @@ def _state(history: History) -> dict[str, Any]:
 
     The processes of other machines and containers cannot be seen; `elsewhere` says that the run's is of one.
     """
-    state = history.run_status
+    state = history.run_state
     status, pid, host = state.get("status", "not started"), state.get("pid"), state.get("host")
     # Two machines may give the name of a namespace alike, but not their own name.
     here = host in (None, socket.gethostname()) and state.get("pid_namespace") in ("", None, pid_namespace())

@@ -109,7 +109,7 @@ def build(settings: Settings, student: LanguageModel, context: RunContext, saved
         optimizer=optimizer.optimizer,
         accelerator=accelerator,
         cache=cache,
-        schedule=settings.learning_rates,
+        schedule=settings.lr_schedule,
         checkpoints=context.checkpoints,
         metrics=Metrics(context.folder / METRICS),
         stop_request=stop_request,

@@ -11,7 +11,7 @@ from model.common.console import format_bytes
 from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
-from uptrain.distributed.accelerator import has_accelerator, n_shards, own_gpu
+from uptrain.distributed.accelerator import n_shards, own_gpu, uses_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.plan import run_command
@@ -39,25 +39,24 @@ def fitting_micro_batch(
     """
     devices = n_shards()
     usable = usable_memory()
-    again = [chosen.activation_checkpointing]
-    if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, again):
+    as_chosen = [chosen.activation_checkpointing]
+    if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, as_chosen):
         return largest.micro_batch
     needed = estimator.memory(MemoryOptions(chosen.trainable, 1, chosen.activation_checkpointing)).per_device(devices)
     cheaper = first_that_fits(estimator, TRAINABLE[TRAINABLE.index(chosen.trainable) :], usable, n_windows, devices)
-    of_plan = (
-        f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
-    )  # rounded down
+    rounded_down = f"{max(usable // 10_000 / 100, 0.01):g}MB" if usable < 10**9 else f"{usable // 10**7 / 100:g}GB"
     advice = (
         f"this fits: {run_command(cheaper, str(model), teacher, estimator, devices)} …"
         if cheaper
-        else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {of_plan} …` shows what more devices take"
+        else f"nothing fits; `uptrain plan {shlex.quote(str(model))} --memory {rounded_down} …` shows what more "
+        "devices take"
     )
     refusal = (
         f"{chosen.flags} needs an estimated {format_bytes(needed)} for one window of {estimator.seq_len} tokens, but "
         f"the device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the "
         "same, with --micro-batch 1)."
     )
-    if has_accelerator() and not is_local_main_process():  # whose device may have more
+    if uses_gpu() and not is_local_main_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")
     raise InputError(refusal)
 
@@ -67,7 +66,7 @@ def usable_memory() -> int:
 
     The processes of a machine share the memory of its CPU.
     """
-    if has_accelerator():
+    if uses_gpu():
         gpu = own_gpu()
         free, _ = torch.get_device_module(gpu).mem_get_info(gpu.index)
     else:

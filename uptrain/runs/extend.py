@@ -56,7 +56,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
             raise InputError(f"the checkpoint to continue from is damaged: it has no {TENSORS}/{METADATA}.")
         read_metadata(source / TENSORS / METADATA)
     longer = find_data(replace(run.settings, steps=steps), folder)
-    first_decay = decay_start(longer.learning_rates)
+    first_decay = decay_start(longer.lr_schedule)
     assert first_decay is None or first_decay >= branch
     check_same_data(longer.data, run.cache_sha256)
     check_same(longer, run.fingerprints, with_model=False)
@@ -77,7 +77,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
 
 def branch_step(folder: Path, run: Run) -> int:
     """Return the step to extend a run from: its last checkpoint that the longer run would share."""
-    schedule = run.settings.learning_rates
+    schedule = run.settings.lr_schedule
     if schedule.kind not in EXTENDABLE:
         raise InputError(
             f"{folder} has a {schedule.kind} schedule, whose every step depends on its length; it cannot be extended. "

@@ -21,11 +21,11 @@ MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", 
 PARENT_TYPES = {"run": str, "step": int}
 FINGERPRINTED = ("model", "teacher", "teacher_logits", "eval_data")
 """Settings whose content has a fingerprint."""
-RUN_STATUS_TYPES = {
+RUN_STATE_TYPES = {
     "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
     "pid_namespace": str,
 }  # fmt: skip
-EARLIER_RUN_STATUS = {"host": None, "started": None, "pid_namespace": ""}
+EARLIER_RUN_STATE = {"host": None, "started": None, "pid_namespace": ""}
 """Fields that earlier versions did not write."""
 MOST_PID = 2**31 - 1
 
@@ -99,13 +99,13 @@ def locked(folder: Path) -> Iterator[FileLock]:
         yield file_lock
 
 
-def read_run_status(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path) -> dict[str, Any]:
     """Return the content of run_state.json; empty before the first start. Raises InputError if it is damaged."""
     if not path.exists():
         return {}
     try:
-        content = EARLIER_RUN_STATUS | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
-        state = check_types(content, RUN_STATUS_TYPES)
+        content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        state = check_types(content, RUN_STATE_TYPES)
         checks.whole_number(state["pid"], "pid", most=MOST_PID)
     except InputError as error:
         reason = str(error).rstrip(".")

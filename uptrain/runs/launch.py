@@ -26,7 +26,7 @@ from uptrain.data.checks import check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
     ensure_cache,
-    is_cache,
+    is_prepared_data,
     overlap_warning,
     run_cache_folder,
     seq_len_of,
@@ -35,7 +35,7 @@ from uptrain.data.run_data import (
 )
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
-from uptrain.distributed.accelerator import check_launcher, check_trackers, has_accelerator
+from uptrain.distributed.accelerator import check_launcher, check_trackers, uses_gpu
 from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
 from uptrain.models.checks import check_init, check_models, check_teachers_tokenizer
 from uptrain.models.trainable_parts import text_only_warning
@@ -47,9 +47,11 @@ from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
 from uptrain.runs.run import FINISHED_BEFORE, resume, start
 from uptrain.runs.settings import RunOptions, Settings
+from uptrain.training.compiler import check_compiler
 from uptrain.training.learning_rate import EXTENDABLE
-from uptrain.training.metrics_log import read_metrics, rise_warning
-from uptrain.training.optimizer import check_compiler, check_optimizer
+from uptrain.training.loss_rise import rise_warning
+from uptrain.training.metrics_log import read_metrics
+from uptrain.training.optimizer import check_optimizer
 
 
 def launch_new(options: RunOptions) -> None:
@@ -67,7 +69,7 @@ def launch_new(options: RunOptions) -> None:
     seq_len = seq_len_of(options.data, folder, options.seq_len)
     settings, budget = resolve_settings(options, folder, seq_len)
     eval_data = [] if options.eval_data is None else [options.eval_data]
-    eval_seq_len = seq_len_of(eval_data, folder, None) if is_cache(eval_data) else seq_len
+    eval_seq_len = seq_len_of(eval_data, folder, None) if is_prepared_data(eval_data) else seq_len
     seq_lens = sorted({seq_len, eval_seq_len})
     _check_options(options, folder, settings, seq_lens)  # before texts are tokenised, which may take hours
     overlap = overlap_warning(options.data, eval_data)
@@ -192,7 +194,7 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
 
 def _packing_warning(config: dict[str, Any]) -> str | None:
     """Return a warning if attention runs document by document on a GPU, since torch or the GPU is too old."""
-    if not is_native(config) or not has_accelerator():
+    if not is_native(config) or not uses_gpu():
         return None
     slow = "so each document of a window is computed by itself, which is slow on a GPU"
     if torch.cuda.is_available() and not gpu_has_flash_attention():

@@ -15,7 +15,7 @@ from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.staging import check_out, new_folder
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_status
+from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.runs.settings import Settings
 
 
@@ -73,7 +73,7 @@ def refuse_existing(out: Path, advice: str = "choose another --out") -> None:
 def _continuing(run: Path) -> str:
     """Return how to go on with an existing run."""
     quoted = shlex.quote(str(run))
-    if read_run_status(run / RUN_STATE).get("status") != "finished":
+    if read_run_state(run / RUN_STATE).get("status") != "finished":
         return f"`uptrain resume {quoted}` continues it"
     return (
         f"the run is finished: `uptrain export {quoted} FOLDER` writes its model, and `uptrain extend {quoted} --out "

@@ -43,7 +43,7 @@ from uptrain.runs.build import RunContext, build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.explain_errors import device_errors_as_run_error, explain_error
 from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_status
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
@@ -138,7 +138,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
 def _is_finished(folder: Path) -> bool:
     """Return whether a run at its last step has also evaluated, which one that was stopped there has not."""
     try:
-        return bool(read_run_status(folder / RUN_STATE).get("status") == "finished")
+        return bool(read_run_state(folder / RUN_STATE).get("status") == "finished")
     except InputError:  # damaged; training writes it again
         return False
 
@@ -190,13 +190,13 @@ def train_run(
         failure = explain_error(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
             status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
-            _write_last_run_status(folder, status, progress.step, str(failure))
+            _write_last_run_state(folder, status, progress.step, str(failure))
         if failure is error:
             raise
         raise failure from error
     status = "finished" if reason == "finished" else "preempted"
     if accelerator.is_main_process:
-        _write_last_run_status(folder, status, progress.step, reason)
+        _write_last_run_state(folder, status, progress.step, reason)
         try:
             training.metrics.flush()
         except OSError as error:
@@ -238,7 +238,7 @@ def _record_start(
     _log_start(settings, training, progress, checkpoint)
     if warning := _disk_space_warning(folder, settings, training):
         warn(warning)
-    _write_run_status(folder, "running", progress.step)
+    _write_run_state(folder, "running", progress.step)
 
 
 def _log_start(
@@ -279,7 +279,7 @@ def _describe(settings: Settings, training: Training) -> str:
     )
 
 
-def _write_run_status(folder: Path, status: str, step: int, reason: str = "") -> None:
+def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> None:
     pid = os.getpid()
     state = {
         "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
@@ -288,9 +288,9 @@ def _write_run_status(folder: Path, status: str, step: int, reason: str = "") ->
     replace_file(folder / RUN_STATE, json_text(state))
 
 
-def _write_last_run_status(folder: Path, status: str, step: int, reason: str) -> None:
+def _write_last_run_state(folder: Path, status: str, step: int, reason: str) -> None:
     """Write the status of a run that ends. Warn if that fails, so that the reason of its end is printed even so."""
     try:
-        _write_run_status(folder, status, step, reason)
+        _write_run_state(folder, status, step, reason)
     except OSError as error:
         warn(f"{RUN_STATE} could not be written, and still says that the run is running: {error}")

@@ -100,7 +100,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise InputError for invalid values."""
-        _ = self.learning_rates
+        _ = self.lr_schedule
         for name, choices in (
             ("loss", LOSSES), ("optimizer", OPTIMIZERS), ("trainable", TRAINABLE), ("precision", PRECISIONS),
         ):  # fmt: skip
@@ -120,7 +120,7 @@ class Settings:
             checks.number(self.spike_sigma, "spike_sigma", above=0.0)
 
     @cached_property
-    def learning_rates(self) -> Schedule:
+    def lr_schedule(self) -> Schedule:
         """The learning rate schedule. Raises InputError for invalid values, when the settings are made."""
         return Schedule(self.schedule, self.lr, self.steps, self.warmup_steps, self.decay_fraction, self.original_steps)
 

@@ -54,4 +54,4 @@ def _batches(cache: TokenCache, micro_batch: int, accelerator: Accelerator) -> I
     for batch in micro_batches(cache, own_windows, micro_batch, accelerator.device):
         yield batch.without_padding()
     for _ in range(n_batches - -(-len(own_windows) // micro_batch)):
-        yield Batch.ignored(2, accelerator.device)  # only its collective operations count
+        yield Batch.without_targets(2, accelerator.device)  # only its collective operations count

@@ -3,7 +3,8 @@
 Learning rate, windows and loss scale are pure functions of the step and the global batch. A run can therefore stop
 anywhere and resume with another world size without changing its result.
 
-The loop waits for the device once in a step: it fetches loss and gradient norm after it has queued the update.
+The loop waits for the device once in a step: it fetches loss and gradient norm after it has queued the update (before
+it, if the optimizer cannot skip an update on the device). In a long step it also looks for signals, STOP_CHECKS times.
 Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
 """
 
@@ -162,7 +163,7 @@ def _join_buckets(training: Training) -> None:
         top_k = training.logits.manifest.top_k if training.logits else 0
         n_rows = min(training.micro_batch, training.global_batch // training.accelerator.num_processes)
         # As many rows as the first batch has: for another number, layers would be compiled again.
-        batch = Batch.ignored(training.cache.seq_len, training.accelerator.device, n_rows, top_k)
+        batch = Batch.without_targets(training.cache.seq_len, training.accelerator.device, n_rows, top_k)
         top = batch.top and batch.top.as_inputs()
         loss = training.loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, top=top)
         training.accelerator.backward(loss)

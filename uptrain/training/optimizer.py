@@ -1,14 +1,13 @@
 """Make the optimizer: AdamW, Adafactor as in the GQA paper, or AdamW with states of 8 bits."""
 
-import os
 from importlib.util import find_spec
-from shutil import which
 
 import torch
 from torch import nn
 
 from model.common.errors import InputError
 from uptrain.training.adafactor import Adafactor
+from uptrain.training.compiler import check_compiler
 
 
 def check_optimizer(name: str) -> None:
@@ -17,13 +16,6 @@ def check_optimizer(name: str) -> None:
         if find_spec("torchao") is None:
             raise InputError("--optimizer adamw8bit needs torchao: pip install torchao; or choose adamw.")
         check_compiler("--optimizer adamw8bit", "choose adamw")
-
-
-def check_compiler(option: str, instead: str) -> None:
-    """Raise InputError if torch.compile, which an option uses, finds no compiler of C and C++."""
-    named = (os.environ.get(variable, "") for variable in ("CXX", "CC"))
-    if not any(which(name) for name in (*named, "g++", "clang++", "gcc", "clang") if name):
-        raise InputError(f"{option} needs a C++ compiler, such as g++: install one, or {instead}.")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

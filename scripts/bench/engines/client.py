@@ -25,7 +25,7 @@ LLAMA_CPP_CACHE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) ce
 class Engine:
     """An engine: its environment, its worker, and how to read from its output how many tokens a KV cache holds.
 
-    `library` must exist besides the environment; `model` is the suffix of the engine's models.
+    `library`, if given, must exist besides the environment. `suffix`: of the engine's model files; empty for folders.
     """
 
     title: str

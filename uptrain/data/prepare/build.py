@@ -10,7 +10,7 @@ from uptrain.data.prepare import journal
 from uptrain.data.prepare.quotas import SourceQuota
 from uptrain.data.prepare.tokenise import stop_message
 from uptrain.data.prepare.work_units import Unit, UnitRecord
-from uptrain.data.prepare.workers import Pool, do_unit
+from uptrain.data.prepare.workers import Pool, tokenise_unit
 from uptrain.machine_shards import MachineShard
 
 SKIPPED_SHARE = 0.001
@@ -42,7 +42,7 @@ class CacheBuild:
             for unit in self._own():
                 if unit.number in self.records:
                     advance(self.records[unit.number].n_tokens if by_tokens else unit.nbytes)
-            for unit, future in self.pool.run(do_unit, self._wanted(), lambda *n: advance(n[by_tokens])):
+            for unit, future in self.pool.run(tokenise_unit, self._wanted(), lambda *n: advance(n[by_tokens])):
                 error = future.exception()
                 if isinstance(error, InputError):
                     self._failed[unit.number] = error

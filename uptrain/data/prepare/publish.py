@@ -17,7 +17,7 @@ from uptrain.data.prepare.quotas import Records, finalise_quotas, left_out_warni
 from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_fingerprint
-from uptrain.data.prepare.workers import Pool, do_checksum
+from uptrain.data.prepare.workers import Pool, hash_file
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
 
 INPUTS = "inputs.sha256"
@@ -85,7 +85,7 @@ def _checksums(taken: Taken, staging: Staging, pool: Pool, quiet: bool) -> dict[
     missing = [path for path in paths if entries[path].get("identity") != fingerprints[path]]
     total = sum(Path(path).stat().st_size for path in missing)
     with console.progress_bar("Checksums of the sources", total, quiet) as advance:
-        for path, future in pool.run(do_checksum, iter(missing), lambda n_read, _: advance(n_read)):
+        for path, future in pool.run(hash_file, iter(missing), lambda n_read, _: advance(n_read)):
             entries[path] = {"identity": fingerprints[path], "sha256": future.result()}
             staging.record(f"sha256 {path}", entries[path])
     return {path: entries[path]["sha256"] for path in paths}

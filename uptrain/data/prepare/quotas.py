@@ -26,7 +26,7 @@ class SourceQuota:
     weight: Fraction
     """Fraction of all tokens; the weights of all source quotas sum to 1."""
 
-    def n_finished(self, records: Records) -> int:
+    def finished_tokens(self, records: Records) -> int:
         """Return the number of tokens in finished units."""
         return sum(records[unit.number].n_tokens for unit in self.units if unit.number in records)
 
@@ -38,7 +38,7 @@ class SourceQuota:
         if self.quota is None:
             return False
         n_bytes = sum(unit.nbytes for unit in self.units if unit.number in records)
-        tokens_per_byte = self.n_finished(records) / max(n_bytes, 1)
+        tokens_per_byte = self.finished_tokens(records) / max(n_bytes, 1)
         tokens = 0.0
         for unit in self.units:
             if unit.number not in records and machine_shard.has(unit.number):
@@ -60,7 +60,7 @@ class SourceQuota:
 
         Without a quota that is all units, also those without tokens: their records may be bad.
         """
-        left = self.n_finished(records) if self.quota is None else self.quota
+        left = self.finished_tokens(records) if self.quota is None else self.quota
         for unit in self.units:
             if self.quota is not None and left == 0:
                 return
@@ -72,7 +72,7 @@ class SourceQuota:
 def make_source_quotas(sources: list[Source], units: list[Unit], n_tokens: int | None) -> list[SourceQuota]:
     """Return the source quotas in order. Without `n_tokens` a mixture has none yet: see `finalise_quotas`."""
     weights = [source.weight for source in sources if source.weight is not None]
-    if not weights:
+    if len(weights) < 2:  # one weight is all of the tokens
         return [SourceQuota("the sources", units, n_tokens, Fraction(1))]
     parts = [weight / sum(weights) for weight in weights]
     quotas = [None] * len(parts) if n_tokens is None else apportion(n_tokens, parts)
@@ -98,12 +98,12 @@ def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, reco
     Without `n_tokens`, a mixture is as large as its sources allow. Raises InputError if a source has too few tokens.
     """
     if n_tokens is None and len(source_quotas) > 1:
-        n_tokens = min(_largest(source_quota, records) for source_quota in source_quotas)
+        n_tokens = min(_largest_mixture(source_quota, records) for source_quota in source_quotas)
         quotas = apportion(n_tokens, [source_quota.weight for source_quota in source_quotas])
         source_quotas = [
             replace(source_quota, quota=quota) for source_quota, quota in zip(source_quotas, quotas, strict=True)
         ]
-    most = min(_largest(source_quota, records) for source_quota in source_quotas)
+    most = min(_largest_mixture(source_quota, records) for source_quota in source_quotas)
     for source_quota in source_quotas:
         _check_not_empty(source_quota, n_tokens, records)
     for source_quota in source_quotas:
@@ -111,18 +111,20 @@ def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, reco
     return source_quotas
 
 
-def _largest(source_quota: SourceQuota, records: Records) -> int:
+def _largest_mixture(source_quota: SourceQuota, records: Records) -> int:
     """Return the largest total number of tokens of which this source can supply its fraction."""
-    return math.floor(source_quota.n_finished(records) / source_quota.weight)
+    return math.floor(source_quota.finished_tokens(records) / source_quota.weight)
 
 
 def left_out_warning(source_quotas: list[SourceQuota], records: Records) -> str | None:
     """Return a warning if a mixture, which is as large as its sources allow, leaves out a hundredth of the tokens."""
-    available = sum(source_quota.n_finished(records) for source_quota in source_quotas)
-    left = available - sum(source_quota.quota or source_quota.n_finished(records) for source_quota in source_quotas)
+    available = sum(source_quota.finished_tokens(records) for source_quota in source_quotas)
+    left = available - sum(
+        source_quota.quota or source_quota.finished_tokens(records) for source_quota in source_quotas
+    )
     if left < available / 100:
         return None
-    first = min(source_quotas, key=lambda source_quota: _largest(source_quota, records))
+    first = min(source_quotas, key=lambda source_quota: _largest_mixture(source_quota, records))
     return (
         f"all tokens of {first.name} are taken, and {left:,} of all {available:,} are left out to keep the weights. "
         "With a smaller weight of that source, fewer are left out."
@@ -142,7 +144,7 @@ def _why_empty(source_quota: SourceQuota, records: Records) -> str:
 
 def _check_not_empty(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
     """Raise InputError if a source gives no tokens."""
-    available = source_quota.n_finished(records)
+    available = source_quota.finished_tokens(records)
     if available == 0 and source_quota.quota == 0:
         raise InputError(
             f"{source_quota.name}: its share of --tokens {n_tokens} is less than one token; raise --tokens or its "
@@ -154,12 +156,13 @@ def _check_not_empty(source_quota: SourceQuota, n_tokens: int | None, records: R
 
 def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records, most: int) -> None:
     """Raise InputError if a source has fewer tokens than its quota. `most`: the most tokens that all sources allow."""
-    available = source_quota.n_finished(records)
+    available = source_quota.finished_tokens(records)
     if source_quota.quota is None or available >= source_quota.quota:
         return
     if source_quota.weight == 1:
         raise InputError(
-            f"{source_quota.name} have {available:,} tokens, fewer than --tokens {n_tokens:,}; add --data or lower it."
+            f"{source_quota.name} have {available:,} tokens, fewer than --tokens {n_tokens:,}; add --data or lower "
+            "--tokens."
         )
     raise InputError(
         f"{source_quota.name} has {available:,} tokens, fewer than its {float(source_quota.weight):.4g} of "

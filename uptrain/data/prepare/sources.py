@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model.common.errors import InputError
 from model.texts.sources import TextFiles, find_files
-from uptrain.data.token_cache import is_token_cache
+from uptrain.data.token_cache import is_prepared
 
 _WEIGHT = re.compile(r"-?[\d.]{1,40}(?:e[+-]?\d{1,2})?|\d{1,40}/\d{1,40}", re.ASCII | re.IGNORECASE)
 """Weights, which are read exactly. Exponents are limited, since large ones would exhaust memory."""
@@ -30,7 +30,7 @@ def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
     """Return the sources in the order given. Raises InputError for missing files and ambiguous names or weights."""
     split = [_split_weight(text, option) for text in data]
     for name, weight in split:
-        if name and is_token_cache(Path(name)):
+        if name and is_prepared(Path(name)):
             if any(Path(name).glob("values-*.bin")):
                 raise InputError(f"{option} {name} holds a teacher's logits; give texts.")
             if len(data) == 1 and weight is not None:

@@ -77,11 +77,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def do_unit(unit: Unit) -> UnitRecord:
+def tokenise_unit(unit: Unit) -> UnitRecord:
     return tokenise(unit, _worker.job, _worker.encoder, _worker.shared.report)
 
 
-def do_checksum(path: str) -> str:
+def hash_file(path: str) -> str:
     digest = hashlib.sha256()
     with Path(path).open("rb", buffering=0) as file:
         while block := file.read(BLOCK_BYTES):
