@@ -19,6 +19,7 @@ from uptrain.budget.conversion_record import merge_method
 from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.methods import PEAK_DIVISOR, peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
+from uptrain.training.learning_rate import Schedule, default_warmup
 
 FEW_STEPS = 50
 """Fewer are mostly warm-up and decay."""
@@ -71,13 +72,18 @@ class Budget:
         """Length of the original pre-training in optimizer steps of this run's global batch, rounded."""
         return None if self.original_tokens is None else round(self.original_tokens / self.global_batch_tokens)
 
-    def check_schedule(self, kind: str) -> None:
-        """Raise InputError for a schedule that continues the original pre-training, if its length is unknown."""
-        if kind == "inverse-sqrt" and self.original_tokens is None:
+    def schedule(self, kind: str, warmup_steps: int | None, from_scratch: bool = False) -> Schedule:
+        """Return the learning rate schedule, by default with the default warm-up.
+
+        Raises InputError for a schedule that continues the original pre-training, if its length is unknown.
+        """
+        if kind == "inverse-sqrt" and self.original_tokens is None and not from_scratch:
             raise InputError(
                 "--schedule inverse-sqrt continues the original pre-training, whose length is unknown; give "
                 "--original-tokens, or choose another schedule."
             )
+        warmup = default_warmup(self.steps) if warmup_steps is None else warmup_steps
+        return Schedule(kind, self.peak_lr, self.steps, warmup, original_steps=self.original_steps or 0)
 
 
 def make_budget(

@@ -38,7 +38,7 @@ from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, fl
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank, check_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
-from uptrain.training.learning_rate import Schedule, decay_start, default_warmup, learning_rate
+from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
 
 DEVICES = (1, 2, 4, 8)
 """Numbers of devices for which the memory is shown, besides --processes."""
@@ -138,7 +138,7 @@ def _resolve(options: PlanOptions) -> _Run:
         rank = adapter_rank(options.lora_rank, trainable) or DEFAULT_RANK
         names = source_names(options.model)
         budget = make_budget(options.budget, checkpoint.config, names, seq_len, method, trainable)
-    budget.check_schedule(options.schedule)
+    schedule = budget.schedule(options.schedule, options.warmup_steps)
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, optimizer=options.optimizer, lora_rank=rank
     )
@@ -151,9 +151,6 @@ def _resolve(options: PlanOptions) -> _Run:
             "change --global-batch-tokens or --processes."
         )
     micro_batch = min(options.micro_batch or default_micro_batch(seq_len), n_windows // processes)
-    warmup = default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps
-    original_steps = budget.original_steps or 0
-    schedule = Schedule(options.schedule, budget.peak_lr, budget.steps, warmup, original_steps=original_steps)
     return _Run(options, trainable, method, budget, schedule, estimator, n_windows, micro_batch)
 
 

@@ -20,7 +20,6 @@ from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
 from uptrain.runs.settings import RunOptions, Settings
-from uptrain.training.learning_rate import WSD_DECAY_FRACTION, default_warmup
 from uptrain.training.losses import WITHOUT_TEACHER
 
 DEFAULT_SAVES = 10
@@ -42,8 +41,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError(problem)
     method = merge_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
-    if options.model:
-        budget.check_schedule(options.schedule)
+    schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
     interval = max(1, budget.steps // DEFAULT_SAVES)
     device = choose_device(AUTO_DEVICE)  # also makes it the one that warnings are about
@@ -62,11 +60,11 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         steps=budget.steps,
         global_batch=global_batch,
         micro_batch=options.micro_batch or _micro_batch(options, chosen, config, seq_len, n_windows, precision, rank),
-        schedule=options.schedule,
-        lr=budget.peak_lr,
-        warmup_steps=default_warmup(budget.steps) if options.warmup_steps is None else options.warmup_steps,
-        decay_fraction=WSD_DECAY_FRACTION,
-        original_steps=budget.original_steps or 0,
+        schedule=schedule.kind,
+        lr=schedule.peak,
+        warmup_steps=schedule.warmup_steps,
+        decay_fraction=schedule.decay_fraction,
+        original_steps=schedule.original_steps,
         precision=precision,
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,
