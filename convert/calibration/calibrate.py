@@ -12,7 +12,6 @@ from convert.merging.clipping import find_clip
 from convert.merging.layer import LayerMerge
 from model.checkpoint import Checkpoint
 from model.common import console
-from model.families import find_family
 
 
 def calibrate(
@@ -29,9 +28,9 @@ def calibrate(
     total = len(conversions) * (recipe.text.n_tokens + recipe.refine)
     with console.progress_bar("Calibrating", total, quiet, unit="tokens x layers") as progress:
         if latent:
-            calibrate_latent(checkpoint, latent, recipe.text, folder, progress)
-        elif find_clip(find_family(checkpoint.config).config):
-            return calibrate_merges_within_clip(checkpoint, merges, recipe.text, folder, progress)
+            calibrate_latent(checkpoint, latent, folder, progress)
+        elif find_clip(checkpoint):
+            return calibrate_merges_within_clip(checkpoint, merges, folder, progress)
         else:
-            calibrate_merges(checkpoint, merges, recipe.text, folder, progress)
+            calibrate_merges(checkpoint, merges, folder, progress)
     return ()

@@ -10,7 +10,6 @@ from convert.calibration.latent_weights import LatentWeights
 from convert.calibration.layer_output import outputs, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
-from convert.calibration_text.text import CalibrationText
 from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
 from convert.layer_tensors.layer_file import FINISHED, save_layer
 from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
@@ -27,10 +26,10 @@ MAX_COMPARISON_TOKENS = 4096
 
 @torch.no_grad()
 def write_layers(
-    checkpoint: Checkpoint, conversions: Sequence[LayerConversion], text: CalibrationText, folder: Path,
-    advance: Advance, convert: Callable[[CalibrationLayer], ConvertedLayer],
+    checkpoint: Checkpoint, conversions: Sequence[LayerConversion], folder: Path, advance: Advance,
+    convert: Callable[[CalibrationLayer], ConvertedLayer],
 ) -> None:  # fmt: skip
-    """Run the text through the source's layers, and write what `convert` returns for each into `folder`.
+    """Run the recipe's text through the source's layers, and write what `convert` returns for each into `folder`.
 
     `advance` counts tokens, of the text and of refining, layer by layer. A killed run resumes at the layer it had
     reached.
@@ -39,8 +38,9 @@ def write_layers(
     if (folder / FINISHED).exists():
         return
     recipe = conversions[0].recipe
+    assert recipe.text is not None
     with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
-        for layer in iter_layers(checkpoint, text, folder, advance, recipe.device, recipe.refine):
+        for layer in iter_layers(checkpoint, recipe.text, folder, advance, recipe.device, recipe.refine):
             save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
     (folder / FINISHED).touch()

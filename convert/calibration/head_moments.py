@@ -118,7 +118,10 @@ class HeadSums:
         return runnable.lengthen(rotated_NCKD, runnable.rotation_length).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
-        """Return the moments of each group: the sums divided by the number of windows. Call once, after all `add`s."""
+        """Return the moments of each group: means over the windows, of queries and raw keys over their tokens.
+
+        Call once, after all `add`s.
+        """
         n_windows = self._layer.windows.n_windows
         queries_HDD = self._queries_HDD.cpu().numpy() / (n_windows * self._layer.windows.window_tokens)
         for sums in (self._keys_GFF, self._values_GFF, self._queries_HDD):

@@ -12,7 +12,6 @@ from convert.calibration.float32_weights import latent_weights, with_latent_weig
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import squared_error
-from convert.calibration_text.text import CalibrationText
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.layer import LatentConversion
@@ -27,16 +26,15 @@ KEY_WEIGHTS = (0.1, 1.0, 10.0)
 
 
 def calibrate_latent(
-    checkpoint: Checkpoint, conversions: Sequence[LatentConversion], text: CalibrationText, folder: Path,
-    advance: Advance,
-) -> None:  # fmt: skip
+    checkpoint: Checkpoint, conversions: Sequence[LatentConversion], folder: Path, advance: Advance
+) -> None:
     """Write every converted layer into `folder`. See `write_layers`."""
 
     def convert(layer: CalibrationLayer) -> ConvertedLayer:
         conversion = conversions[layer.index]
         return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 
-    write_layers(checkpoint, conversions, text, folder, advance, convert)
+    write_layers(checkpoint, conversions, folder, advance, convert)
 
 
 def _convert(

@@ -1,7 +1,7 @@
 """Choose the frequencies of the shared rotated key for a whole model, by a first pass over part of the text.
 
 All layers share them, since `config.json` has one rotary embedding. Letters: H query heads, K key/value heads, P
-RoPE pairs, S queries of a window, C keys drawn for each, N pairs of them or candidates.
+RoPE pairs, S queries of a window, C keys drawn for each, N pairs of these, F candidates of frequencies.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def choose_pair_indices(
     recipe = conversions[0].recipe
     n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
     candidates = [stock_pair_indices(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
-    errors_N, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
+    errors_F, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
     with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):
@@ -55,10 +55,10 @@ def choose_pair_indices(
             if recipe.frequencies == "longrope":
                 benefits_PK += _benefits(checkpoint, conversion, sums)
             elif len(candidates) > 1:
-                errors_N += _errors(checkpoint, conversion, layer, sums, candidates)
+                errors_F += _errors(checkpoint, conversion, layer, sums, candidates)
     if recipe.frequencies == "longrope":
         return _most_useful(benefits_PK, n_channels)
-    return candidates[int(errors_N.argmin())]
+    return candidates[int(errors_F.argmin())]
 
 
 def _benefits(checkpoint: Checkpoint, conversion: LatentConversion, sums: InputSums) -> Real:

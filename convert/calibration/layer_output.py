@@ -1,4 +1,4 @@
-"""Run a merged layer's attention on a text, and measure its output error against the original layer.
+"""Run a converted layer's attention on a text, and measure its output error against the original layer.
 
 Letters: N windows, B windows in a batch, T tokens, M hidden size, H query heads, D head_dim, C = H · D.
 """
@@ -25,7 +25,7 @@ def original_output(layer: CalibrationLayer, windows: list[int]) -> Tensor:
 def outputs(
     layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Iterable[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each window the merged heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
+    """Yield for each window the converted heads' outputs, [T, H·D], and the original layer's output, [T, M]."""
     weights = weights.to(layer.runnable.device)
     for batch in layer.windows.batches(list(windows)):
         yield from zip(heads_out(layer, weights, layer.inputs(batch)), original_output(layer, batch), strict=True)
@@ -37,7 +37,7 @@ def heads_out(layer: CalibrationLayer, weights: HeadWeights | LatentWeights, x_B
 
 
 def squared_error(layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Iterable[int]) -> float:
-    """Return the squared output error of a merged layer, summed over windows."""
+    """Return the squared output error of a converted layer, summed over windows."""
     total, weights = 0.0, weights.to(layer.runnable.device)
     for batch in layer.windows.batches(list(windows)):
         out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T

@@ -14,7 +14,6 @@ from convert.calibration.convert_layers import comparison_windows, refit_and_ref
 from convert.calibration.float32_weights import head_weights, with_head_weights
 from convert.calibration.head_moments import HeadSums
 from convert.calibration.layer_output import squared_error
-from convert.calibration_text.text import CalibrationText
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import CalibrationLayer
@@ -26,11 +25,9 @@ from model.checkpoint import Checkpoint
 from model.common.console import Advance
 
 
-def calibrate_merges(
-    checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
-) -> None:
+def calibrate_merges(checkpoint: Checkpoint, merges: Sequence[LayerMerge], folder: Path, advance: Advance) -> None:
     """Write every merged layer into `folder`. See `write_layers`."""
-    write_layers(checkpoint, merges, text, folder, advance, partial(merge_layer, checkpoint, merges, advance))
+    write_layers(checkpoint, merges, folder, advance, partial(merge_layer, checkpoint, merges, advance))
 
 
 def merge_layer(

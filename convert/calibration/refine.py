@@ -1,4 +1,4 @@
-"""Train a merged layer's attention to reproduce the original layer's output, one layer at a time.
+"""Train a converted layer's attention to reproduce the original layer's output, one layer at a time.
 
 The closed form (`convert.merging.methods.fit`) minimises the errors of logits and of values separately, to second
 order. Gradient descent starts from it and minimises the output error over queries, keys, values and output projection
@@ -36,8 +36,8 @@ EVALUATIONS = 4
 BETAS = (0.9, 0.95)
 
 
-def refine(layer: CalibrationLayer, merged: AnyWeights, n_tokens: int, seed: int, advance: Advance) -> AnyWeights:
-    """Return the weights after training on `n_tokens` tokens; `merged` itself if training brings nothing.
+def refine(layer: CalibrationLayer, converted: AnyWeights, n_tokens: int, seed: int, advance: Advance) -> AnyWeights:
+    """Return the weights after training on `n_tokens` tokens; `converted` itself if training brings nothing.
 
     The text's windows are repeated as often as needed, in an order that `seed` draws.
 
@@ -48,8 +48,8 @@ def refine(layer: CalibrationLayer, merged: AnyWeights, n_tokens: int, seed: int
     validation = layer.windows.validation_windows
     batch = max(1, BATCH_TOKENS // layer.windows.window_tokens)
     n_steps = max(1, n_tokens // (batch * layer.windows.window_tokens))
-    start = merged.to(layer.runnable.device)
-    best, least = merged, squared_error(layer, start, validation)
+    start = converted.to(layer.runnable.device)
+    best, least = converted, squared_error(layer, start, validation)
     with torch.enable_grad():
         training = _Training(layer, start, n_steps)
         for step, windows in enumerate(islice(_shuffled(layer, batch, seed), n_steps), start=1):

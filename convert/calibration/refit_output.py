@@ -1,4 +1,4 @@
-"""Fit a merged layer's output projection to the original layer's output, by ridge regression on a text.
+"""Fit a converted layer's output projection to the original layer's output, by ridge regression on a text.
 
 Every fourth window is for validation. The ridge penalty with the least validation error is chosen. If none lowers
 that error, the projection stays as it is, so a refit never increases it.
@@ -60,14 +60,14 @@ class _Sums:
 
 
 def refit_output(
-    merged: AnyMatrices, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
+    converted: AnyMatrices, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
 ) -> AnyMatrices:
     """Return the layer with the output projection that has the least validation error.
 
-    `answers` yields for each window the merged heads' outputs [T, H·D] and the target output [T, M], without the
+    `answers` yields for each window the converted heads' outputs [T, H·D] and the target output [T, M], without the
     projection's bias, on `device`.
     """
-    old_CM = torch.from_numpy(join_heads(merged.o_HMD).T.copy()).to(float64_device(torch.device(device)))
+    old_CM = torch.from_numpy(join_heads(converted.o_HMD).T.copy()).to(float64_device(torch.device(device)))
     fit, validation = (_Sums(old_CM) for _ in range(2))
     for window, (heads_TC, target_TM) in enumerate(answers):
         (validation if is_validation_window(window) else fit).add(heads_TC, target_TM)
@@ -75,7 +75,7 @@ def refit_output(
     for o_CM in _solutions(old_CM, fit):
         if (error := validation.error(o_CM)) < least:
             best_CM, least = o_CM, error
-    return merged if best_CM is old_CM else with_output(merged, best_CM.T.cpu().numpy())
+    return converted if best_CM is old_CM else with_output(converted, best_CM.T.cpu().numpy())
 
 
 def _solutions(old_CM: Tensor, fit: _Sums) -> Iterator[Tensor]:

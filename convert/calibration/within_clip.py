@@ -13,7 +13,6 @@ import numpy as np
 from convert.calibration.convert_layers import write_layers
 from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import merge_layer
-from convert.calibration_text.text import CalibrationText
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.layer_file import load_layer
 from convert.layer_tensors.rounding import widen
@@ -25,23 +24,22 @@ from convert.merging.layer import LayerMerge, attention_of, finish_layer, read_a
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.console import Advance
-from model.families import find_family
 
 
 def calibrate_merges_within_clip(
-    checkpoint: Checkpoint, merges: Sequence[LayerMerge], text: CalibrationText, folder: Path, advance: Advance
+    checkpoint: Checkpoint, merges: Sequence[LayerMerge], folder: Path, advance: Advance
 ) -> tuple[str, ...]:
     """Write every merged layer into `folder`, as `calibrate_merges` does.
 
     Returns a note if the clip cuts merged heads on the text.
     """
     convert = partial(_merge, checkpoint, merges, advance)
-    write_layers(checkpoint, merges, text, folder, advance, convert)
+    write_layers(checkpoint, merges, folder, advance, convert)
     counts = [load_layer(merge, folder).cut for merge in merges]
     n_cut, n_values = (sum(column) for column in zip(*counts, strict=True))
     if n_cut == 0:
         return ()
-    clip = checks.short_repr(find_clip(find_family(checkpoint.config).config))
+    clip = checks.short_repr(find_clip(checkpoint))
     return (f"clip_qkv = {clip} cuts {n_cut:,} of {n_values:,} values of the merged layers on the calibration text.",)
 
 

@@ -42,7 +42,7 @@ class InputMoments:
     """Of the tokens that a query attends to, relative to their mean, weighted by attention: a change of logits that is
     equal for all keys changes nothing."""
     mixed_XX: Real
-    """Of what attention mixes."""
+    """Of the inputs as attention has averaged them, which values are made of."""
 
     @cached_property
     def roots(self) -> tuple[Real, Real]:

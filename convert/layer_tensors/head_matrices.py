@@ -4,6 +4,7 @@ H query heads, K key/value heads, D head_dim, C = H·D, P RoPE pairs, X inputs (
 there are biases), M outputs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -108,12 +109,17 @@ def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half"
     return order
 
 
+def over_pairs(reduce: Callable[..., Real], values_HD: Real, n_rotary_pairs: int) -> Real:
+    """Return the values with `reduce` (`np.mean`, `np.max`) of each RoPE pair in place of its two dimensions."""
+    pairs_H2P = values_HD[:, : 2 * n_rotary_pairs].reshape(len(values_HD), 2, n_rotary_pairs)
+    reduced_HD = values_HD.copy()
+    reduced_HD[:, : 2 * n_rotary_pairs] = np.tile(reduce(pairs_H2P, axis=1), (1, 2))
+    return reduced_HD
+
+
 def pair_means(weights_HD: Real, n_rotary_pairs: int) -> Real:
     """Return weights that are equal for both dimensions of each RoPE pair: their means.
 
     A norm after rotation keeps logits a function of distance only with such weights.
     """
-    pairs_HPD = weights_HD[:, : 2 * n_rotary_pairs].reshape(len(weights_HD), 2, n_rotary_pairs)
-    means_HD = weights_HD.copy()
-    means_HD[:, : 2 * n_rotary_pairs] = np.tile(pairs_HPD.mean(axis=1), (1, 2))
-    return means_HD
+    return over_pairs(np.mean, weights_HD, n_rotary_pairs)

@@ -49,5 +49,5 @@ def rounded(name: str, values: Real, dtype: np.dtype[Any], advice: str = "use --
     with np.errstate(over="ignore"):  # the check below refuses what overflows
         result = round_once(np.ascontiguousarray(values), dtype)
     if not np.isfinite(result.astype(np.float64)).all():
-        raise CheckpointError(f"the merged {name} does not fit into its dtype {dtype}; {advice}.")
+        raise CheckpointError(f"the converted {name} does not fit into its dtype {dtype}; {advice}.")
     return result

@@ -6,7 +6,7 @@ The letters are those of `runnable_layer`.
 import torch
 from torch import Tensor
 
-from convert.merging.clipping import Largest
+from convert.merging.clipping import HeadMaxima
 from model.common.errors import CheckpointError
 from model.decoder.devices import to_float64
 
@@ -37,9 +37,9 @@ class ClippedHeads:
             self._power[i] += float(to_float64(heads_BTHD).square().sum())
 
     @property
-    def largest(self) -> Largest:
+    def largest(self) -> HeadMaxima:
         """The largest absolute values by dimension."""
-        return Largest(*(each_HD.cpu().double().numpy() for each_HD in self._largest))
+        return HeadMaxima(*(each_HD.cpu().double().numpy() for each_HD in self._largest))
 
     def check(self, index: int, where: str) -> None:
         """Raise CheckpointError if the clip changes the heads of layer `index` too much for a merge."""

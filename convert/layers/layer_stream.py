@@ -158,7 +158,8 @@ def iter_layers(
 ) -> Iterator[CalibrationLayer]:
     """Yield each layer, on the device. The caller must call its `run`.
 
-    `more_tokens`: tokens of a layer that the caller reports to `advance` itself; those of finished layers count too.
+    `more_tokens`: tokens that the caller adds to `advance` for each layer. Those of layers that an earlier run finished
+    are added here.
 
     Use it without gradients. The states after the last layer stay in the folder (`last_states`).
     """

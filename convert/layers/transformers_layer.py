@@ -105,7 +105,7 @@ class TransformersLayer(ObservedLayer):
     def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
         attended: list[Tensor] = []
         scales_BTK = (
-            None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), 1))
+            None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), "k"))
         )
 
         def observe(call: ObservedCall) -> None:
@@ -259,8 +259,8 @@ class TransformersLayer(ObservedLayer):
 
     def _check_projections(self, x_1TM: Tensor, plain: ObservedCall) -> None:
         """Raise CheckpointError unless the class's heads are linear in its inputs, up to norms that are known."""
-        for i, kind in enumerate(KINDS):
-            ours = self._projected(x_1TM, i)
+        for kind in KINDS:
+            ours = self._projected(x_1TM, kind)
             if self._norms is not None and kind != "v":
                 ours = self._norms.apply(kind, ours)
             if _relative_error(ours.transpose(1, 2), getattr(plain, kind)) > _LINEAR_ERROR:
@@ -285,9 +285,9 @@ class TransformersLayer(ObservedLayer):
         weights_1HST = call.softmax(call.q[:, :, at] @ k_1HTD.mT, call.mask[:1, :, at])
         return (weights_1HST @ v_1HTD).transpose(1, 2).flatten(2)
 
-    def _projected(self, x_BTM: Tensor, kind: int) -> Tensor:
-        """Return queries (kind 0), keys (1) or values (2) by the class's projections alone, [B, T, heads, D]."""
-        weights, biases = (self._heads[parameter][kind] for parameter in ("weight", "bias"))
+    def _projected(self, x_BTM: Tensor, kind: Kind) -> Tensor:
+        """Return queries, keys or values by the class's projections alone, [B, T, heads, D]."""
+        weights, biases = (self._heads[parameter][KINDS.index(kind)] for parameter in ("weight", "bias"))
         name, rows = weights.tensors[0], torch.from_numpy(weights.rows).to(self.device)
         module = self._attention.get_submodule(name.removesuffix(".weight"))
         heads_BTC: Tensor = x_BTM @ module.weight[rows].T

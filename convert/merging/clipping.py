@@ -8,25 +8,27 @@ they do not round.
 H query heads, K key/value heads, G groups, D head_dim, P RoPE pairs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from convert.layer_tensors.head_matrices import HeadMatrices, Real
+from convert.layer_tensors.head_matrices import HeadMatrices, Real, over_pairs
+from model.checkpoint import Checkpoint
+from model.families import find_family
 
 
-def find_clip(config: Mapping[str, Any]) -> Any:
-    """Return the `clip_qkv` of a config, of OLMo or of MPT; None for none."""
-    for settings in (config, config.get("attn_config")):
-        if isinstance(settings, dict) and settings.get("clip_qkv") is not None:
-            return settings["clip_qkv"]
-    return None
+def find_clip(checkpoint: Checkpoint) -> Any:
+    """Return the `clip_qkv` of a checkpoint's config; None for none."""
+    config = find_family(checkpoint.config).config
+    if config.get("clip_qkv") is not None:
+        return config["clip_qkv"]
+    of_mpt = config.get("attn_config")
+    return (of_mpt.get("clip_qkv") or None) if isinstance(of_mpt, dict) else None  # 0 is none in MPT's class
 
 
 @dataclass(frozen=True)
-class Largest:
+class HeadMaxima:
     """The largest absolute values of a layer's heads on a text, by dimension, in the order of HeadMatrices."""
 
     q_HD: Real
@@ -34,17 +36,18 @@ class Largest:
     v_KD: Real
 
 
-def scale_into_clip(attention: HeadMatrices, merged: Largest, source: Largest, clip: float) -> HeadMatrices:
+def scale_into_clip(attention: HeadMatrices, merged: HeadMaxima, source: HeadMaxima, clip: float) -> HeadMatrices:
     """Return a merged layer with heads no larger than the source's, and than the clip, as far as possible.
 
     Values always allow that. Where a key or its queries are too large, their factor makes both the same share of their
     limits.
     """
     n_groups, heads_per_group = len(attention.k_KDX), attention.heads_per_group
-    limits = (_of_group(each_HD, n_groups).max(axis=1) for each_HD in (source.q_HD, source.k_KD, source.v_KD))
+    limits = (_group_maxima(each_HD, n_groups).max(axis=1) for each_HD in (source.q_HD, source.k_KD, source.v_KD))
     q_limit_G1, k_limit_G1, v_limit_G1 = (np.minimum(limit_G, clip)[:, None] for limit_G in limits)
     q_GD, k_GD = (
-        _of_group(_pair_maxima(each_HD, attention.n_rotary_pairs), n_groups) for each_HD in (merged.q_HD, merged.k_KD)
+        _group_maxima(over_pairs(np.max, each_HD, attention.n_rotary_pairs), n_groups)
+        for each_HD in (merged.q_HD, merged.k_KD)
     )
     too_large_GD = ((q_GD > q_limit_G1) | (k_GD > k_limit_G1)) & (q_GD > 0) & (k_GD > 0)
     shares_GD = np.divide(q_GD * k_limit_G1, k_GD * q_limit_G1, out=np.ones_like(q_GD), where=too_large_GD)
@@ -66,15 +69,6 @@ def scale_into_clip(attention: HeadMatrices, merged: Largest, source: Largest, c
     )
 
 
-def _of_group(largest_HD: Real, n_groups: int) -> Real:
-    """Return the maxima of each group's heads, [G, D]."""
-    return np.asarray(largest_HD.reshape(n_groups, -1, largest_HD.shape[1]).max(axis=1))
-
-
-def _pair_maxima(largest_HD: Real, n_rotary_pairs: int) -> Real:
-    """Return the maxima with the same number for both dimensions of a RoPE pair."""
-    maxima_HD = largest_HD.copy()
-    rotated = slice(0, 2 * n_rotary_pairs)
-    pairs_H2P = largest_HD[:, rotated].reshape(len(largest_HD), 2, n_rotary_pairs)
-    maxima_HD[:, rotated] = np.tile(pairs_H2P.max(axis=1), (1, 2))
-    return maxima_HD
+def _group_maxima(maxima_HD: Real, n_groups: int) -> Real:
+    """Return the maxima over each group's heads, [G, D]."""
+    return np.asarray(maxima_HD.reshape(n_groups, -1, maxima_HD.shape[1]).max(axis=1))

@@ -27,7 +27,8 @@ class MergeRecipe(Recipe):
             raise UnsupportedMethodError(
                 f"--method {self.method} needs a calibration text; of the weights alone: --method aligned or pca."
             )
-        if self.refit and (self.text is None or not self.by_layer):
-            raise UnsupportedMethodError(f"--refit needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
-        if self.refine and (self.text is None or not self.by_layer):
-            raise UnsupportedMethodError(f"--refine needs a calibration text and one of {', '.join(LAYER_METHODS)}.")
+        for option, given in (("--refit", self.refit), ("--refine", self.refine)):
+            if given and (self.text is None or not self.by_layer):
+                raise UnsupportedMethodError(
+                    f"{option} needs a calibration text and one of {', '.join(LAYER_METHODS)}."
+                )

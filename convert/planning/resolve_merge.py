@@ -13,7 +13,6 @@ from convert.planning.tensors import check_layer_merge
 from model.checkpoint import Checkpoint
 from model.common import checks, console
 from model.common.errors import CheckpointError
-from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
 DEFAULT_METHOD = "fit"
@@ -94,7 +93,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
 
 def _check_clipping(checkpoint: Checkpoint, method: str) -> None:
     """Raise UnsupportedMethodError if queries, keys and values are clipped: the weights do not tell how often."""
-    clip = find_clip(find_family(checkpoint.config).config)
+    clip = find_clip(checkpoint)
     if clip is not None:
         raise UnsupportedMethodError(
             f"config.json has clip_qkv = {checks.short_repr(clip)}, which --method {method} cannot take into account "

@@ -12,7 +12,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from convert.layer_tensors.head_matrices import HeadMatrices, NormWeights
-from convert.merging.clipping import Largest, scale_into_clip
+from convert.merging.clipping import HeadMaxima, scale_into_clip
 
 FAMILIES = ("mpt", "olmo", "olmoe")
 FIT = ("--groups", 2, "--calibration-tokens", 1024)
@@ -130,9 +130,9 @@ def test_factors_cancel_and_bring_heads_below_their_limits(normed):
     attention = HeadMatrices(q_HDX, k_GDX, v_GDX, o_HMD, 2, norms)
 
     def largest_of(attention):
-        return Largest(*(abs(heads @ x_X) for heads in (attention.q_HDX, attention.k_KDX, attention.v_KDX)))
+        return HeadMaxima(*(abs(heads @ x_X) for heads in (attention.q_HDX, attention.k_KDX, attention.v_KDX)))
 
-    source = Largest(np.full((4, 6), 40.0), np.full((4, 6), 40.0), np.full((4, 6), 5.0))
+    source = HeadMaxima(np.full((4, 6), 40.0), np.full((4, 6), 40.0), np.full((4, 6), 5.0))
     scaled = scale_into_clip(attention, largest_of(attention), source, 30.0)
     after = largest_of(scaled)
     assert after.q_HD.max() <= 30 and after.k_KD.max() <= 30 and after.v_KD.max() <= 5

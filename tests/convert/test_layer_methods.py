@@ -284,3 +284,15 @@ def test_clipping_is_not_seen_in_weights(convert, tmp_path, family):
     result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS)
     result.refused("clip_qkv = 0.3", "--method mean")
     convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+
+
+def test_a_clip_of_0_is_none_for_mpt(convert, tmp_path):
+    source = tiny.save(tiny.build("mpt"), tmp_path / "source")
+    attention = json.loads((source / "config.json").read_text())["attn_config"]
+    outputs = []
+    for clip in (None, 0.0):
+        tiny.edit_config(source, attn_config={**attention, "clip_qkv": clip})
+        out = tmp_path / f"out-{clip}"
+        convert("mha-to-gqa", source, out, "--groups", 2, "--method", "pca", *BY_WEIGHTS).succeeded()
+        outputs.append((out / "model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]

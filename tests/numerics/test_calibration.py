@@ -110,7 +110,7 @@ def test_moments_are_those_of_their_definition(tmp_path, watched, family, change
     with open_checkpoint(folder) as checkpoint:
         sample = read_calibration_text(checkpoint, text(tmp_path), WINDOW * N_WINDOWS)
         plan = make_merge_plan(checkpoint, GROUPS, MergeRecipe("fit", text=sample), None)
-        calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / "scratch", lambda n: None)
+        calibrate_merges(checkpoint, plan.conversions, tmp_path / "scratch", lambda n: None)
         for layer in plan.conversions:
             assert load_layer(layer, tmp_path / "scratch").tensors.keys() >= set(layer.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
@@ -175,7 +175,7 @@ def test_states_are_the_models(tmp_path, watched):
                 if path.exists():
                     kept[index] = np.load(path)
 
-        calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / "scratch", progress)
+        calibrate_merges(checkpoint, plan.conversions, tmp_path / "scratch", progress)
     with torch.inference_mode():
         hidden = model(torch.from_numpy(sample.ids_NT), output_hidden_states=True).hidden_states
     assert set(kept) >= set(range(len(plan.conversions)))
@@ -201,7 +201,7 @@ def test_calibration_stopped_anywhere_resumes_to_the_same_result(tmp_path, refin
                     raise Stop
                 counts.append(n)
 
-            calibrate_merges(checkpoint, plan.conversions, sample, tmp_path / place, progress)
+            calibrate_merges(checkpoint, plan.conversions, tmp_path / place, progress)
             assert sum(counts) == len(plan.conversions) * (sample.n_tokens + refine)
             return [load_layer(layer, tmp_path / place).tensors for layer in plan.conversions]
 

@@ -189,7 +189,7 @@ def merged(tmp_path, monkeypatch, use_class):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         recipe = MergeRecipe("fit", refit=True, refine=256, text=text)
         plan = make_merge_plan(checkpoint, 2, recipe, None)
-        calibrate_merges(checkpoint, plan.conversions, text, place, lambda n: None)
+        calibrate_merges(checkpoint, plan.conversions, place, lambda n: None)
         return [load_layer(layer, place).tensors for layer in plan.conversions]
 
 
