@@ -11,6 +11,7 @@ from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
+from convert.planning.latent_source import read_source
 from convert.planning.notes import partly_cached
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
@@ -59,8 +60,6 @@ class LatentPlan(Plan):
 
 def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_size: int | None) -> LatentPlan:
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
-    from convert.calibration.latent_source import read_source  # imported here, because it needs torch
-
     source = read_source(checkpoint)
     geometry = source.geometry
     sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
