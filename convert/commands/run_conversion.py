@@ -15,7 +15,6 @@ from convert.merging.methods import HEAD_METHODS
 from convert.output.target import staging_for
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
-from convert.planning.notes import check_vocabulary
 from convert.planning.plan import Plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
@@ -70,7 +69,6 @@ def _convert(
             )
         staging = staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
-        check_vocabulary(checkpoint)
         if output.dry_run:
             conversion.check_disk_space(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
