@@ -108,7 +108,7 @@ def _print_result(
     source, written = shlex.quote(summary["source"]), shlex.quote(str(out))
     console.echo(f"\nWrote {out}. Check it with: convert verify {source} {written}")
     text = plan.recipe.text
-    if text and text.private:
+    if text and user_texts(text.name):
         console.echo(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."

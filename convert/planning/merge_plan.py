@@ -13,7 +13,7 @@ from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
 from convert.planning.remote_code import find_code
-from convert.planning.tensors import OutputTensor, layer_merges, layer_tensors, regroup
+from convert.planning.tensors import OutputTensor, layer_merges, regroup, tensors_of_merges
 from model.checkpoint import Checkpoint, Shard
 from model.common.counts import counted
 from model.common.errors import CheckpointError
@@ -87,7 +87,7 @@ def make_merge_plan(
     computed: dict[str, OutputTensor] = {}
     if changes and recipe.by_layer:
         merges = layer_merges(geometry, checkpoint.tensors, n_kv_heads, recipe)
-        computed = layer_tensors(merges, checkpoint.tensors)
+        computed = tensors_of_merges(merges, checkpoint.tensors)
     elif changes:
         computed = regroup(geometry, checkpoint.tensors, n_kv_heads)
     shards = _keep_shards(checkpoint, geometry, computed)

@@ -189,7 +189,7 @@ def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:
             plan.code and plan.code.settings,
         ],
         "number of K/V heads": plan.n_kv_heads,
-        "--calibration": plan.recipe.text and plan.recipe.text.facts,
+        "--calibration": plan.recipe.text and plan.recipe.text.identity,
         "--max-shard-size": plan.max_shard_size,
         **{"latent attention" if name == "latent" else f"--{name}": value for name, value in recipe.items()},
     }

@@ -29,8 +29,8 @@ class MergeOptions(CalibrationOptions):
     refine: int | None = None
 
     @property
-    def training_option(self) -> str | None:
-        """An option that was given and only changes a merge that is fitted."""
+    def fitting_option(self) -> str | None:
+        """An option that was given and changes only a merge that is fitted to a text."""
         given = self.calibration_option or ("--refine" if self.refine else None)
         return given or ("--refit" if self.refit else None)
 
@@ -51,8 +51,8 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     check_n_kv_heads(geometry, n_kv_heads, options.method)
     check_vocabulary(checkpoint)  # before a text is read, or downloaded
     if n_kv_heads == geometry.n_kv_heads:
-        if options.training_option:
-            console.warn(f"{options.training_option} has no effect: the model has {n_kv_heads} K/V heads already.")
+        if options.fitting_option:
+            console.warn(f"{options.fitting_option} has no effect: the model has {n_kv_heads} K/V heads already.")
         return MergeRecipe("mean")
     if options.method is not None:
         return _recipe(checkpoint, geometry, options)
