@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from convert.calibration_text.read import pack
+from convert.calibration_text.read import stored_tokens
 from convert.output.groupwise_json import build_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
@@ -159,7 +159,7 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
         **copied_files(checkpoint, plan),
         "config.json": plan.config_json,
         **({} if index is None else {INDEX: index}),
-        **({} if text is None else {CALIBRATION_TOKENS: pack(text)}),
+        **({} if text is None else {CALIBRATION_TOKENS: stored_tokens(text)}),
         CONVERSION_RECORD: json_text(record),
         MODEL_CARD: model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }

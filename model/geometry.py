@@ -72,6 +72,7 @@ class ModelSizes:
     n_kv_heads: int
     """With latent attention, as many as query heads: each has keys and values of its own in memory."""
     head_dim: int
+    """With latent attention, the size of a query head: its rotated and unrotated dimensions together."""
     hidden_size: int
     latent: tuple[int, int] | None = None
     """The sizes of the latent and of the rotated key, with latent attention."""

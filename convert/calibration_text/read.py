@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 26
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
 
 
-def pack(text: CalibrationText) -> bytes:
+def stored_tokens(text: CalibrationText) -> bytes:
     """Return the token ids as OUT stores them: xz of 16 or 32 bits each, little-endian, window after window."""
     assert text.ids_NT is not None
     return lzma.compress(text.ids_NT.astype("<u2" if text.ids_NT.max() < 1 << 16 else "<u4").tobytes(), preset=9)

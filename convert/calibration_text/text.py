@@ -44,11 +44,6 @@ class CalibrationText:
         return split_name(self.name)
 
     @property
-    def private(self) -> list[str]:
-        """The parts that are the user's own texts."""
-        return user_texts(self.name)
-
-    @property
     def label(self) -> str:
         """The text's description for people, without folders."""
         return " and ".join(map(_label, self.parts))
@@ -62,8 +57,11 @@ class CalibrationText:
         }  # fmt: skip
 
     @property
-    def facts(self) -> dict[str, object]:
-        """Everything that determines the output before the model has written its windows."""
+    def identity(self) -> dict[str, object]:
+        """Everything that determines the output before the model has written its windows.
+
+        An interrupted conversion resumes only if it is equal.
+        """
         return {
             "windows": self.n_windows,
             "window": self.window_tokens,

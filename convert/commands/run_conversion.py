@@ -15,7 +15,6 @@ from convert.merging.methods import HEAD_METHODS
 from convert.output.target import staging_for
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
-from convert.planning.notes import check_vocabulary
 from convert.planning.plan import Plan
 from convert.planning.resolve_latent import LatentOptions, resolve_latent
 from convert.planning.resolve_merge import MergeOptions, resolve_merge
@@ -70,7 +69,6 @@ def _convert(
             )
         staging = staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
-        check_vocabulary(checkpoint)
         if output.dry_run:
             conversion.check_disk_space(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
@@ -110,7 +108,7 @@ def _print_result(
     source, written = shlex.quote(summary["source"]), shlex.quote(str(out))
     console.echo(f"\nWrote {out}. Check it with: convert verify {source} {written}")
     text = plan.recipe.text
-    if text and text.private:
+    if text and user_texts(text.name):
         console.echo(
             f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
             "private, remove this file before you publish the folder."

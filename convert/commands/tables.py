@@ -3,11 +3,8 @@
 import re
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from model.checkpoint.tensor import layer_number
-from model.common.console import console, format_bytes, format_duration, print_key_values
+from model.common.console import console, format_bytes, format_duration, print_key_values, table_with_heading
 from model.common.counts import counted
 from model.common.printable import one_line
 
@@ -60,10 +57,7 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    table = Table(
-        title="Merged heads compared with the originals",
-        title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+    table = table_with_heading("Merged heads compared with the originals")
     table.add_column("", overflow="fold")
     for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)

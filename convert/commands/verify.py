@@ -11,7 +11,7 @@ from model.common import console
 from model.common.command_options import PathType, device_option, json_option
 
 if TYPE_CHECKING:
-    from convert.verification.findings import Findings
+    from convert.verification.comparison import Findings
 
 DIFFERENT, NOT_ALL_CHECKED = 3, 4
 

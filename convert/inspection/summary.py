@@ -21,9 +21,10 @@ MLA = "MLA"
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return geometry, dtypes, sizes, those of latent attention and of each legal number of groups.
+    """Return the geometry, dtypes and sizes of a checkpoint, and the sizes that it would have with other attention.
 
-    An output of `mha-to-mla` has no groups; of latent attention, it has its own sizes.
+    These are the sizes with each possible number of groups, and with latent attention. An output of `mha-to-mla` has no
+    groups, and its own latent sizes.
     """
     if read_latent_norm(checkpoint.config) is not None:
         return _inspect_latent(checkpoint)

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.summary import MLA, group_label
-from model.common.console import console, format_bytes, print_key_values
+from model.common.console import console, format_bytes, print_key_values, table_with_heading
 from model.common.counts import counted
 from model.common.printable import one_line
 
@@ -17,7 +15,7 @@ _MOST_SHOWN = 4
 
 
 def print_inspection(summary: dict[str, Any]) -> None:
-    """Print the facts of a checkpoint, and a table of the possible numbers of groups."""
+    """Print the facts of a checkpoint, and tables of possible numbers of groups and sizes of latent attention."""
     dtypes = ", ".join(f"{dtype} {format_bytes(n)}" for dtype, n in summary["bytes_by_dtype"].items())
     print_key_values(
         summary["source"],
@@ -58,7 +56,7 @@ def _attention(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
     """Print a table of the possible numbers of groups. `now`: bytes of the source's KV cache per token."""
-    table = _table("\nPossible values of --groups")
+    table = table_with_heading("\nPossible values of --groups")
     for heading in ("groups", "kind", "weights", "KV cache", "of now"):
         table.add_column(heading, justify="right")
     for heading in ("TP", "TP, heads copied"):
@@ -84,7 +82,7 @@ def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
 
 def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
-    table = _table("\nSome sizes of latent attention (mha-to-mla)")
+    table = table_with_heading("\nSome sizes of latent attention (mha-to-mla)")
     for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -101,17 +99,10 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
     )
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-
-
 def print_heads(report: HeadReport) -> None:
     """Print one row per layer, means over the layers, and a legend. The table fits 80 columns."""
     shown = shown_groups(report.n_kv_heads, report.groups)
-    table = Table(
-        title="\nSimilarity of K/V heads, and loss from merging them",
-        title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0,
-    )  # fmt: skip
+    table = table_with_heading("\nSimilarity of K/V heads, and loss from merging them", padding=0)
     for heading in ("layer", "K cos\nraw", "K cos\naligned", "V cos\nraw", "V cos\naligned"):
         table.add_column(heading, justify="right", no_wrap=True)
     for groups in shown:

@@ -32,8 +32,7 @@ def latent_config(
         _model_settings(geometry, source, sizes)
         | {LATENT_NORM_KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
-        | _token_settings(checkpoint.config, geometry.family)
-        | _dtype_settings(checkpoint, dtype)
+        | _kept_settings(checkpoint.config, geometry.family, dtype)
     )
 
 
@@ -83,25 +82,19 @@ def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
     return rope_entries(rope["rope_theta"], None if rope["rope_type"] == "default" else scaling)
 
 
-def _token_settings(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of `config.json` that the output keeps: of the tokenizer, and the dtype.
+def _kept_settings(config: dict[str, Any], family: Family, tensors_dtype: str) -> dict[str, Any]:
+    """Return the settings of `config.json` that the output keeps, with the dtype of the layers' tensors.
 
     DeepSeek-V3's class has other defaults of the special tokens than Llama's and Mistral's, so these are written out.
+    The dtype is that of the layers, whatever the source's config says: programs load a model in it, and in float16 the
+    latent's norm would overflow.
     """
     defaults = {"bos_token_id": 1, "eos_token_id": 2}
+    kept = config | dict.fromkeys(("dtype", "torch_dtype"), TORCH_DTYPES[tensors_dtype])
     keys = ["bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"]
     if not family.ignores_tokenizer_class:  # transformers would not ignore it for the output's type
         keys.append("tokenizer_class")
-    return defaults | {key: config[key] for key in keys if key in config}
-
-
-def _dtype_settings(checkpoint: Checkpoint, tensors_dtype: str) -> dict[str, str]:
-    """Return the entries of `config.json` on the dtype: that of the layers, whatever the source's config says.
-
-    Programs load a model in that dtype, and in float16 the latent's norm would overflow.
-    """
-    dtype = TORCH_DTYPES.get(tensors_dtype)
-    return {key: dtype for key in ("dtype", "torch_dtype") if key in checkpoint.config and dtype}
+    return defaults | {key: kept[key] for key in keys if key in config}
 
 
 def tokenizer_config(checkpoint: Checkpoint, family: Family) -> dict[str, bytes]:

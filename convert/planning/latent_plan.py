@@ -11,8 +11,9 @@ from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
+from convert.planning.latent_source import read_source
 from convert.planning.notes import partly_cached
-from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
+from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
@@ -51,16 +52,14 @@ class LatentPlan(Plan):
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
         layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
         square = 8 * self.sizes.hidden_size**2
-        reads = 2 * 8 * self.sizes.n_heads * self.sizes.cached**2
+        query_sums = 2 * 8 * self.sizes.n_heads * self.sizes.cached**2
         # Moments, their roots and decompositions; copies of the attention: original, candidates, gradients, Adam's.
-        running = 2 * layer + 8 * square + reads + (8 if self.recipe.refine else 5) * (self.largest_group // 2)
-        return TORCH_BYTES + self.reader_bytes + max(running, self._embedding_memory())
+        running = 2 * layer + 8 * square + query_sums + (8 if self.recipe.refine else 5) * self.largest_layer_bytes
+        return CALIBRATION_PROGRAM_BYTES + self.reader_bytes + max(running, self._embedding_memory())
 
 
 def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_size: int | None) -> LatentPlan:
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
-    from convert.calibration.latent_source import read_source  # imported here, because it needs torch
-
     source = read_source(checkpoint)
     geometry = source.geometry
     sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
@@ -100,7 +99,6 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         config_json=latent_config(checkpoint, geometry, source.config, sizes, rope, layers[0].dtype(checkpoint)),
         code=None,
         notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
-        largest_group=max(2 * layer.nbytes for layer in layers),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,

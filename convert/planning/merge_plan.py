@@ -11,9 +11,9 @@ from convert.merging.methods import REPEAT
 from convert.merging.recipe import MergeRecipe
 from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
-from convert.planning.plan import TORCH_BYTES, Plan, plan_shards
+from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
 from convert.planning.remote_code import find_code
-from convert.planning.tensors import OutputTensor, layer_merges, layer_tensors, regroup
+from convert.planning.tensors import OutputTensor, layer_merges, regroup, tensors_of_merges
 from model.checkpoint import Checkpoint, Shard
 from model.common.counts import counted
 from model.common.errors import CheckpointError
@@ -53,8 +53,8 @@ class MergePlan(Plan):
         # Of attention and moments: original and merged candidates, or sums for least squares. Refining holds the merged
         # layer, and in float32 its gradients, Adam's moments and temporaries, and two versions of the weights.
         copies = 8 if self.recipe.refine else 5
-        running = 2 * layer + copies * (self.largest_group // 2 + moments)
-        program = TORCH_BYTES
+        running = 2 * layer + copies * (self.largest_layer_bytes + moments)
+        program = CALIBRATION_PROGRAM_BYTES
         if not self.native:
             program += _TRANSFORMERS_BYTES
             running = max(running, 4 * layer)  # transformers joins the experts' matrices, from copies in float32
@@ -87,7 +87,7 @@ def make_merge_plan(
     computed: dict[str, OutputTensor] = {}
     if changes and recipe.by_layer:
         merges = layer_merges(geometry, checkpoint.tensors, n_kv_heads, recipe)
-        computed = layer_tensors(merges, checkpoint.tensors)
+        computed = tensors_of_merges(merges, checkpoint.tensors)
     elif changes:
         computed = regroup(geometry, checkpoint.tensors, n_kv_heads)
     shards = _keep_shards(checkpoint, geometry, computed)
@@ -109,15 +109,7 @@ def make_merge_plan(
         notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if computed else ())),
         rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
         reader_bytes=checkpoint.reader_bytes,
-        largest_group=max(map(_group_nbytes, computed.values()), default=0),
     )
-
-
-def _group_nbytes(output: OutputTensor) -> int:
-    """Return the bytes merged at a time."""
-    if output.layer is not None:
-        return 2 * output.layer.nbytes  # twice: as many bytes again in copies and products
-    return max((merge.group_nbytes(output.tensor) for merge in output.merges), default=0)
 
 
 def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) -> None:

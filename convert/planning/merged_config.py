@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from convert.planning.notes import rope_keys_without_place
 from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import json_text
@@ -49,7 +48,7 @@ def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     added = {family.keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         added[family.keys.partial_rotary_factor] = rope["partial_rotary_factor"]
-    if rope_keys_without_place(rope, family):
+    if family.rope_keys_without_place(rope):
         return
     if rope.get("rope_type", "default") != "default":
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}

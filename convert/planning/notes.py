@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convert.merging.recipe import MergeRecipe
+from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
-from model.common import checks
-from model.common.errors import CheckpointError
 from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, has_tokenizer
-from model.families import Family, find_family
+from model.families import Family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
@@ -51,7 +50,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *_vocabulary(checkpoint), *partly_cached(checkpoint),
+        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *partly_cached(checkpoint),
     )  # fmt: skip
 
 
@@ -85,18 +84,10 @@ def _other_names(config: Mapping[str, Any], family: Family) -> Iterator[str]:
             )
 
 
-def rope_keys_without_place(rope: Mapping[str, Any], family: Family) -> list[str]:
-    """Return the keys of `rope_parameters` that the class of transformers 4 has no key for."""
-    if family.rope_scaling_v4 is None:
-        return []
-    outside = ("rope_theta", "partial_rotary_factor", "rope_type", "original_max_position_embeddings")
-    return sorted(rope.keys() - {*outside, *family.rope_scaling_v4})
-
-
 def _rope_of_version_5(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     rope = config.get("rope_parameters")
     kinds = [kind for kind, value in rope.items() if isinstance(value, dict)] if isinstance(rope, dict) else []
-    if isinstance(rope, dict) and (lost := rope_keys_without_place(rope, family)):
+    if isinstance(rope, dict) and (lost := family.rope_keys_without_place(rope)):
         yield (
             "config.json scales the rotary embedding as transformers 5 writes it; version 4 has no keys for "
             f"{' and '.join(lost)}, and would use its own defaults."
@@ -115,28 +106,8 @@ def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"the cache holds no tokenizer of {name}, so the output has none; fetch all files: hf download {name}."
 
 
-def check_vocabulary(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if transformers could open neither the source nor the output, for its vocabulary's size."""
-    for problem in _vocabulary(checkpoint):
-        raise CheckpointError(problem)
-
-
 def _linked_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note if OUT will lack the tokenizer, because it is a link that is not followed."""
     for name in (TOKENIZER_JSON, *VOCABULARIES):
         if (checkpoint.config_folder / name).is_symlink() and name not in checkpoint.side_files:
             yield f"{name} is a link out of SOURCE and is not copied; put the file itself there, or into OUT."
-
-
-def _vocabulary(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield what is wrong with `vocab_size`: transformers refuses an embedding of more or fewer rows."""
-    match = find_family(checkpoint.config)
-    vocab_size, embedding = match.config.get("vocab_size"), match.family.names.embedding or "embed_tokens"
-    for name, tensor in checkpoint.tensors.items():
-        n_rows = tensor.shape[0] if tensor.shape else 0
-        if name.endswith(f"{embedding}.weight") and vocab_size not in (None, n_rows):
-            place = f" of {match.text_config}" if match.text_config else ""
-            yield (
-                f"config.json has vocab_size = {checks.short_repr(vocab_size)}, but {name} has {n_rows} rows, which "
-                f"transformers refuses; set vocab_size{place} to {n_rows}."
-            )

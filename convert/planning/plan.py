@@ -17,10 +17,12 @@ from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, head
 from model.geometry import Geometry
 
 MERGE_MEMORY = 256_000_000
-"""Maximum bytes of all groups merged at the same time."""
-_INTERPRETER, TORCH_BYTES = 44_000_000, 450_000_000
+"""Maximum bytes of all merges at the same time (`Plan.largest_merge_bytes`)."""
+_INTERPRETER = 44_000_000
+CALIBRATION_PROGRAM_BYTES = 450_000_000
+"""Memory of a process that runs layers with torch, besides weights, states and the source's reader."""
 _SCRATCH, _SCRATCH_REWRITTEN = 4_000_000, 40_000_000
-"""Bytes of a worker besides its group; the second number if source tensors must be rewritten (`Plan.rewrites`)."""
+"""Bytes of a worker besides its merge; the second number if source tensors must be rewritten (`Plan.rewrites`)."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,6 @@ class Plan(ABC):
     """Model code that the output needs beside the weights."""
     notes: tuple[str, ...]
     """Notes for the user on the source and the recipe, in sentences."""
-    largest_group: int
-    """Bytes of the largest unit merged at a time: a group of heads in one tensor, or a layer."""
     rewrites: bool
     """Whether copied tensors must be rewritten, because the source stores them in another form."""
     reader_bytes: int
@@ -67,6 +67,20 @@ class Plan(ABC):
     @abstractmethod
     def kv_cache_bytes(self) -> tuple[int, int]:
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the attention, in float64, of the largest layer that is computed as a whole; 0 if none is."""
+        return max((conversion.nbytes for conversion in self.conversions), default=0)
+
+    @cached_property
+    def largest_merge_bytes(self) -> int:
+        """Bytes of the largest unit that is merged at a time: a group of heads in one tensor, or a layer.
+
+        A layer counts twice, because copies and products take as many bytes again.
+        """
+        groups = (merge.group_nbytes(output.tensor) for output in self.computed.values() for merge in output.merges)
+        return max([2 * self.largest_layer_bytes, *groups])
 
     @cached_property
     def output_bytes(self) -> int:
@@ -99,17 +113,18 @@ class Plan(ABC):
         return f".{self.geometry.family.names.layers}." in f".{name}"
 
     def workers(self, requested: int) -> int:
-        """Return the number of workers: fewer than requested if their groups exceed MERGE_MEMORY."""
-        return max(1, min(requested, MERGE_MEMORY // max(self.largest_group, 1)))
+        """Return the number of workers: fewer than requested if their merges exceed MERGE_MEMORY."""
+        return max(1, min(requested, MERGE_MEMORY // max(self.largest_merge_bytes, 1)))
 
     def peak_memory(self, requested_workers: int) -> int:
-        """Estimate the peak anonymous memory in bytes: per worker a group, its merged head and scratch."""
-        per_worker = 2 * self.largest_group + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
+        """Estimate the peak anonymous memory in bytes: per worker a merge, its result and scratch."""
+        per_worker = 2 * self.largest_merge_bytes + (_SCRATCH_REWRITTEN if self.rewrites else _SCRATCH)
         merging = _INTERPRETER + self.reader_bytes + self.workers(requested_workers) * per_worker
         text = self.recipe.text
         if text is None:
             return merging
-        return max(merging, self._calibration_memory(), TORCH_BYTES + text.generation_bytes if text.generated else 0)
+        writing = CALIBRATION_PROGRAM_BYTES + text.generation_bytes if text.generated else 0
+        return max(merging, self._calibration_memory(), writing)
 
     @abstractmethod
     def _calibration_memory(self) -> int:
@@ -174,7 +189,7 @@ def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:
             plan.code and plan.code.settings,
         ],
         "number of K/V heads": plan.n_kv_heads,
-        "--calibration": plan.recipe.text and plan.recipe.text.facts,
+        "--calibration": plan.recipe.text and plan.recipe.text.identity,
         "--max-shard-size": plan.max_shard_size,
         **{"latent attention" if name == "latent" else f"--{name}": value for name, value in recipe.items()},
     }

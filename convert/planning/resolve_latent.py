@@ -9,6 +9,7 @@ from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_pair_indices, is_exact
 from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
+from convert.planning.latent_source import read_source
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
@@ -35,8 +36,6 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
 
     Without a calibration text, also where none is needed, the rotated key's pair indices are chosen here.
     """
-    from convert.calibration.latent_source import read_source  # imported here, because it needs torch
-
     source = read_source(checkpoint)
     latent, rope_dims = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:

@@ -10,6 +10,7 @@ from convert.merging.recipe import MergeRecipe
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge
+from convert.planning.vocabulary import check_vocabulary
 from model.checkpoint import Checkpoint
 from model.common import checks, console
 from model.common.errors import CheckpointError
@@ -28,8 +29,8 @@ class MergeOptions(CalibrationOptions):
     refine: int | None = None
 
     @property
-    def training_option(self) -> str | None:
-        """An option that was given and only changes a merge that is fitted."""
+    def fitting_option(self) -> str | None:
+        """An option that was given and changes only a merge that is fitted to a text."""
         given = self.calibration_option or ("--refine" if self.refine else None)
         return given or ("--refit" if self.refit else None)
 
@@ -37,8 +38,9 @@ class MergeOptions(CalibrationOptions):
 def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> MergeRecipe:
     """Return the recipe of a conversion to `n_kv_heads`; None keeps their number.
 
-    Raises CheckpointError if the model does not support the options, or the options are incompatible. If it does not
-    support the default method, another one must be requested: the others cost far more quality.
+    Raises CheckpointError if the model does not support the options, if the options are incompatible, or if the
+    embedding does not fit the vocabulary. If the model does not support the default method, another one must be
+    requested: the others cost far more quality.
     """
     if options.calibration == NONE and options.calibration_option:
         raise CheckpointError(
@@ -47,9 +49,10 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
+    check_vocabulary(checkpoint)  # before a text is read, or downloaded
     if n_kv_heads == geometry.n_kv_heads:
-        if options.training_option:
-            console.warn(f"{options.training_option} has no effect: the model has {n_kv_heads} K/V heads already.")
+        if options.fitting_option:
+            console.warn(f"{options.fitting_option} has no effect: the model has {n_kv_heads} K/V heads already.")
         return MergeRecipe("mean")
     if options.method is not None:
         return _recipe(checkpoint, geometry, options)

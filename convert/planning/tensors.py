@@ -150,7 +150,7 @@ def layer_merges(
     return tuple(merges)
 
 
-def layer_tensors(merges: Sequence[LayerMerge], tensors: Mapping[str, TensorInfo]) -> dict[str, OutputTensor]:
+def tensors_of_merges(merges: Sequence[LayerMerge], tensors: Mapping[str, TensorInfo]) -> dict[str, OutputTensor]:
     """Return the output tensors of merged layers, by name. `tensors`: the source's tensors."""
     computed: dict[str, OutputTensor] = {}
     for merge in merges:

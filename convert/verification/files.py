@@ -1,14 +1,11 @@
 """Compare the files beside the weights, the index and the record of a converted folder."""
 
 import json
-from typing import Any
 
 from convert.output.groupwise_json import planned_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
-from convert.planning.plan import Plan
-from convert.verification.findings import Findings
-from model.checkpoint import Checkpoint
+from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
 from model.common.checks import short_repr
@@ -19,77 +16,79 @@ OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
 
 
-def compare_files(
-    source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
-) -> None:  # fmt: skip
-    """Compare everything in OUT but the tensors. Add to `findings`."""
-    _compare_config(out, plan, findings)
-    _compare_side_files(source, out, plan, record, findings)
-    _compare_index(out, findings)
-    _compare_record(source, plan, record, findings)
+def compare_files(comparison: Comparison) -> None:
+    """Compare everything in OUT but the tensors. Add to the findings."""
+    _compare_config(comparison)
+    _compare_side_files(comparison)
+    _compare_index(comparison)
+    _compare_record(comparison)
 
 
-def _compare_record(source: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings) -> None:
+def _compare_record(comparison: Comparison) -> None:
+    source, plan, record = comparison.source, comparison.plan, comparison.record
+    differences = comparison.findings.differences
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
-        findings.differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
+        differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
     if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
-        findings.differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
+        differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
     expected = planned_record(source, plan)
     for part in ("source", "geometry"):
         recorded = record[part] if isinstance(record.get(part), dict) else {}
         for key, value in expected[part].items():
             if recorded.get(key) != value:
-                findings.differences.append(
+                differences.append(
                     f"{CONVERSION_RECORD} has {part}.{key} = {short_repr(recorded.get(key))}; it should be "
                     f"{short_repr(value)}"
                 )
     recorded_files, files = [x["name"] for x in record["source"]["files"]], [path.name for path in source.weight_files]
     if recorded_files != files:
-        findings.differences.append(
+        differences.append(
             f"{CONVERSION_RECORD} names {short_repr(recorded_files)} as files of the source, which has "
             f"{short_repr(files)}"
         )
 
 
-def _compare_config(out: Checkpoint, plan: Plan, findings: Findings) -> None:
-    expected = json.loads(plan.config_json)
-    for key in sorted(expected.keys() | out.config.keys()):
-        if key not in out.config:
-            findings.differences.append(f"config.json lacks the key {key}")
-        elif key not in expected or json.dumps(out.config[key]) != json.dumps(expected[key]):
-            findings.differences.append(
-                f"config.json has {key} = {out.config[key]!r}; it should be "
+def _compare_config(comparison: Comparison) -> None:
+    expected, config = json.loads(comparison.plan.config_json), comparison.out.config
+    differences = comparison.findings.differences
+    for key in sorted(expected.keys() | config.keys()):
+        if key not in config:
+            differences.append(f"config.json lacks the key {key}")
+        elif key not in expected or json.dumps(config[key]) != json.dumps(expected[key]):
+            differences.append(
+                f"config.json has {key} = {config[key]!r}; it should be "
                 f"{repr(expected[key]) if key in expected else 'absent'}"
             )
 
 
-def _compare_side_files(
-    source: Checkpoint, out: Checkpoint, plan: Plan, record: dict[str, Any], findings: Findings
-) -> None:
+def _compare_side_files(comparison: Comparison) -> None:
+    source, out, plan, record = comparison.source, comparison.out, comparison.plan, comparison.record
+    differences = comparison.findings.differences
     origin = record["source"]["name"], record["source"]["revision"]  # as recorded, because the source may have moved
     expected = {**copied_files(source, plan), MODEL_CARD: model_card(source, plan, origin)}
     for name, content in expected.items():
         path = out.path / name
         if not path.is_file():
-            findings.differences.append(f"the file {name} is missing")
+            differences.append(f"the file {name} is missing")
         elif not has_content(path, content):
-            findings.differences.append(f"the file {name} differs from what the conversion writes")
-    findings.n_files = len(expected)
+            differences.append(f"the file {name} differs from what the conversion writes")
+    comparison.findings.n_files = len(expected)
     unexpected = [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]
     for name in (name for name in unexpected if name not in OF_THE_HUB):
-        findings.differences.append(f"the file {name} is not the source's")
+        differences.append(f"the file {name} is not the source's")
     for shard in out.shards:
         if shard.metadata.get("format") != "pt":
-            findings.differences.append(f"the metadata of {shard.name} lacks format: pt")
+            differences.append(f"the metadata of {shard.name} lacks format: pt")
 
 
-def _compare_index(out: Checkpoint, findings: Findings) -> None:
+def _compare_index(comparison: Comparison) -> None:
+    out, differences = comparison.out, comparison.findings.differences
     expected, path = index_text(out.shards, out.tensors), out.path / INDEX
     if expected is None:
         if path.exists():
-            findings.differences.append(f"{INDEX} exists beside a single model.safetensors")
+            differences.append(f"{INDEX} exists beside a single model.safetensors")
     elif json.loads(path.read_bytes()) != json.loads(expected):
-        findings.differences.append(f"{INDEX} does not give the true total_size or tensors")
+        differences.append(f"{INDEX} does not give the true total_size or tensors")
     for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:
-        findings.differences.append(f"the weight file {extra} belongs to no tensor of the model")
+        differences.append(f"the weight file {extra} belongs to no tensor of the model")

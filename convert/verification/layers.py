@@ -11,10 +11,9 @@ from convert.latent.recipe import LATENT
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.rounding import BFLOAT16, widen
 from convert.output.converted_layers import ConvertedLayerCache
-from convert.planning.plan import Plan
 from convert.recipe import Recipe
-from convert.verification.findings import Findings
-from model.checkpoint import Array, Checkpoint
+from convert.verification.comparison import Comparison
+from model.checkpoint import Array
 from model.common.console import format_bytes
 from model.common.errors import CheckpointError
 
@@ -36,11 +35,10 @@ MAX_ERROR_RATIO = 1.05
 between processors, so the weights themselves cannot be compared."""
 
 
-def recompute_layers(
-    source: Checkpoint, plan: Plan, scratch: Path, findings: Findings, workers: int, quiet: bool
-) -> ConvertedLayerCache | None:
+def recompute_layers(comparison: Comparison, scratch: Path, workers: int, quiet: bool) -> ConvertedLayerCache | None:
     """Return the merged layers; None if they cannot be recomputed."""
-    if findings.unchecked:
+    source, plan = comparison.source, comparison.plan
+    if comparison.findings.unchecked:
         return None
     free = shutil.disk_usage(scratch).free
     if plan.scratch_bytes > free:
@@ -56,13 +54,14 @@ def recompute_layers(
 
 
 def compare_layer_tensor(
-    out: Checkpoint, layer: LayerConversion, layers: ConvertedLayerCache, findings: Findings, name: str
+    comparison: Comparison, layer: LayerConversion, layers: ConvertedLayerCache, name: str
 ) -> list[str]:
     """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
 
     Any later change to the tensor is found by the recorded checksum.
     """
-    expected, actual = layers.get(layer).tensors[name], out.rows(name, 0, out.tensors[name].shape[0])
+    out, expected = comparison.out, layers.get(layer).tensors[name]
+    actual = out.rows(name, 0, out.tensors[name].shape[0])
     if actual.tobytes() == expected.tobytes():
         return []
     if is_compared_by_errors(layer.recipe):
@@ -75,7 +74,7 @@ def compare_layer_tensor(
     if layer.recipe.text:
         tensor_tol, element_tol = CALIBRATED_TENSOR_TOL, CALIBRATED_ELEMENT_TOL
     if error <= tensor_tol and beyond.max() <= element_tol:  # false for NaN
-        findings.rounded[name] = error
+        comparison.findings.rounded[name] = error
         return []
     return [f"the tensor {name} differs from the one recomputed from the source"]
 
@@ -88,12 +87,12 @@ def is_compared_by_errors(recipe: Recipe) -> bool:
     return bool(recipe.refine) or (recipe.method == LATENT and recipe.text is not None)
 
 
-def compare_by_errors(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache, scratch: Path, findings: Findings
-) -> None:
+def compare_by_errors(comparison: Comparison, layers: ConvertedLayerCache, scratch: Path) -> None:
     """Compare layers that were refined or have a latent, and differ from the recomputed ones, by validation errors."""
     from convert.calibration.convert_layers import validation_errors
     from convert.calibration.float32_weights import converted_weights
+
+    out, plan, findings = comparison.out, comparison.plan, comparison.findings
 
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
@@ -109,7 +108,7 @@ def compare_by_errors(
         return any(actual[name].tobytes() != expected[name].tobytes() for name in expected)
 
     different = {index for index in range(len(plan.conversions)) if differs(index)}
-    errors = validation_errors(source, plan.recipe, scratch, different, weights) if different else {}
+    errors = validation_errors(comparison.source, plan.recipe, scratch, different, weights) if different else {}
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0

@@ -12,7 +12,7 @@ from convert.latent.recipe import LATENT, read_latent_recipe
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS, REPEAT
 from convert.merging.recipe import MergeRecipe
 from convert.recipe import Recipe
-from convert.verification.findings import Findings
+from convert.verification.comparison import Findings
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD

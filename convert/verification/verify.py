@@ -21,8 +21,8 @@ from convert.output.groupwise_json import earlier_conversion, read_record
 from convert.output.write_shards import digest, scaled_rows
 from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan
+from convert.verification.comparison import Comparison, Findings
 from convert.verification.files import compare_files
-from convert.verification.findings import Findings
 from convert.verification.layers import (
     compare_by_errors,
     compare_layer_tensor,
@@ -56,52 +56,39 @@ def verify(
     Raises CheckpointError if either cannot be read, if OUT does not record its recipe, or was trained since;
     InputError if the device is not there.
     """
-    if device != AUTO_DEVICE and find_spec("torch") is not None:  # else nothing can run on it
-        from model.decoder.devices import find_device
-
-        find_device(device)  # so that a wrong name is refused where nothing was calibrated, too
-    _refuse_others(source, out_path)
-    record = read_record(out_path)
-    findings = Findings()
-    with open_checkpoint(out_path) as out, TemporaryDirectory() as scratch:
-        if out.format != SafetensorsFolder.format:
-            raise CheckpointError(
-                f"{out_path} holds weights in another format ({out.format}) than convert writes; give the folder that "
-                "convert made."
-            )
-        recipe = recorded_recipe(source, out_path, record, device, findings)
-        try:
-            plan = make_plan(source, record["groups"], recipe, None)
-        except CheckpointError as error:
-            raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
-        compared = _compare_until_one_is_equal(source, record)
-        findings.differences += chain.from_iterable(compared.values())
-        if compared and all(compared.values()):  # all else would differ too, after hours of calibration
-            findings.differences = [
-                f"{out_path} was not made from {source.path} as it is now: {findings.differences[0]}"
-            ]
+    _check_device(device)
+    _check_is_output(source, out_path)
+    record, findings = read_record(out_path), Findings()
+    with open_checkpoint(out_path) as out, TemporaryDirectory() as folder:
+        _check_format(out, out_path)
+        plan = _recorded_plan(source, out_path, record, device, findings)
+        read = _compare_until_one_is_equal(source, record)
+        findings.differences += chain.from_iterable(read.values())
+        if read and all(read.values()):  # all else would differ too, after hours of calibration
+            reason = findings.differences[0]
+            findings.differences = [f"{out_path} was not made from {source.path} as it is now: {reason}"]
             return findings
-        same_names = _compare_names(plan, out, findings)
-        layers = recompute_layers(source, plan, Path(scratch), findings, workers, quiet)
-        if layers is not None and is_compared_by_errors(plan.recipe) and set(plan.computed) <= set(same_names):
-            compare_by_errors(source, out, plan, layers, Path(scratch) / "scored", findings)
-        checks = {name: partial(_compare_tensor, source, out, plan, layers, findings, name) for name in same_names}
-        layer_wise = [name for name in same_names if name in plan.computed and plan.computed[name].layer]
-        unread = [path for path in source.weight_files if path not in compared]
-        stop = threading.Event()
-        digests = [
-            *(partial(_compare_source_file, path, record, stop) for path in unread),
-            *(partial(_compare_recorded_tensor, out, record, name) for name in layer_wise),
-        ]
-        findings.differences += _run_checks(out, checks, digests, stop, plan.workers(workers), quiet)
-        findings.n_copied = len(same_names) - len(plan.computed.keys() & set(same_names))
-        findings.n_computed = 0 if layers is None else len(same_names) - findings.n_copied
-        compare_files(source, out, plan, record, findings)
+        comparison, scratch = Comparison(source, out, plan, record, findings), Path(folder)
+        names = _compare_names(comparison)
+        layers = recompute_layers(comparison, scratch, workers, quiet)
+        if layers is not None and is_compared_by_errors(plan.recipe) and plan.computed.keys() <= set(names):
+            compare_by_errors(comparison, layers, scratch / "scored")
+        unread = [path for path in source.weight_files if path not in read]
+        _compare_contents(comparison, layers, names, unread, workers, quiet)
+        compare_files(comparison)
     return findings
 
 
-def _refuse_others(source: Checkpoint, out_path: Path) -> None:
-    """Raise CheckpointError if OUT is a run, an export, or the source of a conversion whose output is SOURCE."""
+def _check_device(device: str) -> None:
+    """Raise InputError if the device is not there, also where nothing was calibrated."""
+    if device != AUTO_DEVICE and find_spec("torch") is not None:  # else nothing can run on it
+        from model.decoder.devices import find_device
+
+        find_device(device)
+
+
+def _check_is_output(source: Checkpoint, out_path: Path) -> None:
+    """Raise CheckpointError if OUT is a run, was trained since, or is the source and SOURCE the output."""
     if (out_path / RUN_JSON).is_file():
         raise CheckpointError(
             f"{out_path} is the folder of a run, whose weights are other ones; give the converted model that the run "
@@ -120,22 +107,64 @@ def _refuse_others(source: Checkpoint, out_path: Path) -> None:
         )
 
 
-def _compare_names(plan: Plan, out: Checkpoint, findings: Findings) -> list[str]:
+def _check_format(out: Checkpoint, out_path: Path) -> None:
+    """Raise CheckpointError if the weights of OUT are not in the format that convert writes."""
+    if out.format != SafetensorsFolder.format:
+        raise CheckpointError(
+            f"{out_path} holds weights in another format ({out.format}) than convert writes; give the folder that "
+            "convert made."
+        )
+
+
+def _recorded_plan(
+    source: Checkpoint, out_path: Path, record: dict[str, Any], device: str, findings: Findings
+) -> Plan:  # fmt: skip
+    """Return the plan of the conversion that OUT records. Raises CheckpointError if it is not possible."""
+    recipe = recorded_recipe(source, out_path, record, device, findings)
+    try:
+        return make_plan(source, record["groups"], recipe, None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
+
+
+def _compare_names(comparison: Comparison) -> list[str]:
     """Return the tensors with the expected dtype and shape in OUT; record the others as differences."""
-    for name in plan.tensors.keys() - out.tensors.keys():
-        findings.differences.append(f"the tensor {name} is missing")
-    for name in out.tensors.keys() - plan.tensors.keys():
-        findings.differences.append(f"the tensor {name} is not in the source")
+    expected_tensors, tensors = comparison.plan.tensors, comparison.out.tensors
+    differences = comparison.findings.differences
+    for name in expected_tensors.keys() - tensors.keys():
+        differences.append(f"the tensor {name} is missing")
+    for name in tensors.keys() - expected_tensors.keys():
+        differences.append(f"the tensor {name} is not one that the conversion writes")
     same = []
-    for name, expected in plan.tensors.items():
-        tensor = out.tensors.get(name)
+    for name, expected in expected_tensors.items():
+        tensor = tensors.get(name)
         if tensor == expected:
             same.append(name)
         elif tensor:
-            findings.differences.append(
+            differences.append(
                 f"the tensor {name} is {tensor.dtype} {tensor.shape}; it should be {expected.dtype} {expected.shape}"
             )
     return same
+
+
+def _compare_contents(
+    comparison: Comparison, layers: ConvertedLayerCache | None, names: list[str], unread: list[Path], workers: int,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """Compare the tensors `names`, and with the recorded SHA-256 those of whole layers and the source's `unread` files.
+
+    `layers`: the recomputed layers; None if they cannot be compared.
+    """
+    plan, findings, stop = comparison.plan, comparison.findings, threading.Event()
+    computed = [name for name in names if name in plan.computed]
+    checks = {name: partial(_compare_tensor, comparison, layers, name) for name in names}
+    digests = [
+        *(partial(_compare_source_file, path, comparison.record, stop) for path in unread),
+        *(partial(_compare_recorded_tensor, comparison, name) for name in computed if plan.computed[name].layer),
+    ]
+    findings.differences += _run_checks(comparison.out, checks, digests, stop, plan.workers(workers), quiet)
+    findings.n_copied = len(names) - len(computed)
+    findings.n_computed = 0 if layers is None else len(computed)
 
 
 Check = Callable[[], list[str]]
@@ -167,13 +196,12 @@ def _run_checks(
     return differences
 
 
-def _compare_tensor(
-    source: Checkpoint, out: Checkpoint, plan: Plan, layers: ConvertedLayerCache | None, findings: Findings, name: str
-) -> list[str]:
+def _compare_tensor(comparison: Comparison, layers: ConvertedLayerCache | None, name: str) -> list[str]:
+    source, out, plan = comparison.source, comparison.out, comparison.plan
     if name in plan.computed:
         layer = plan.computed[name].layer
         if layer is not None:
-            return [] if layers is None else compare_layer_tensor(out, layer, layers, findings, name)
+            return [] if layers is None else compare_layer_tensor(comparison, layer, layers, name)
         expected, origin = _recomputed(source, plan, name), "recomputed from the source"
     else:
         expected, origin = _source_bytes(source, name), "copied from the source"
@@ -225,9 +253,10 @@ def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int)
         yield start * row_nbytes, np.ascontiguousarray(rows).tobytes()
 
 
-def _compare_recorded_tensor(out: Checkpoint, record: dict[str, Any], name: str) -> list[str]:
+def _compare_recorded_tensor(comparison: Comparison, name: str) -> list[str]:
+    out = comparison.out
     sha256 = digest(out.rows(name, 0, out.tensors[name].shape[0]))
-    if record["sha256"].get(name) == sha256:
+    if comparison.record["sha256"].get(name) == sha256:
         return []
     return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]
 

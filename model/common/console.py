@@ -15,6 +15,7 @@ from io import TextIOWrapper
 from typing import Any, TextIO
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -271,6 +272,11 @@ def print_columns(title: str, columns: Iterable[str], rows: Iterable[tuple[str, 
     for row in rows:
         table.add_row(*row)
     console().print(table)
+
+
+def table_with_heading(title: str, padding: int | tuple[int, int, int, int] = (0, 1, 0, 0)) -> Table:
+    """Return an empty table with a line below its headings. `padding`: of a cell (above, right, below, left)."""
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=padding)
 
 
 def print_key_values(title: str, rows: list[tuple[str, str]]) -> None:

@@ -227,6 +227,13 @@ class Family:
         """Whether the stock class supports any number of K/V heads through one key of the config."""
         return self.switch is None and self.custom_code is None
 
+    def rope_keys_without_place(self, rope: Mapping[str, Any]) -> list[str]:
+        """Return the keys of `rope_parameters` for which the class has none in transformers 4."""
+        if self.rope_scaling_v4 is None:
+            return []
+        outside = ("rope_theta", "partial_rotary_factor", "rope_type", "original_max_position_embeddings")
+        return sorted(rope.keys() - {*outside, *self.rope_scaling_v4})
+
 
 @dataclass(frozen=True)
 class Wrapper:

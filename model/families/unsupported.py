@@ -1,6 +1,6 @@
 """List the model types that cannot be converted, with the reasons. (A survey of the classes of transformers 5.23.)"""
 
-_PARENT = "start from a model of a supported family instead."
+_START_ELSEWHERE = "start from a model of a supported family instead."
 
 # The reason, in a sentence that ends with advice → the model types.
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -11,36 +11,37 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "youtu",
     ),
     "only some of its layers have attention, the others are linear or recurrent, so there is little K/V cache to save; "
-    f"{_PARENT}": (
+    f"{_START_ELSEWHERE}": (
         "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3",
         "lfm3_vl", "mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h",
         "nemotron_h_omni", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
         "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
     ),
     "transformers' class for it mixes attention with recurrent layers in any share, also none, and Groupwise does not "
-    f"know its layers; {_PARENT}": ("granitemoehybrid",),
+    f"know its layers; {_START_ELSEWHERE}": ("granitemoehybrid",),
     "its language model reads images through a Q-Former, whose layout Groupwise does not know; "
-    f"{_PARENT}": ("blip-2", "instructblip", "instructblipvideo"),
-    f"some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; {_PARENT}": (
+    f"{_START_ELSEWHERE}": ("blip-2", "instructblip", "instructblipvideo"),
+    "some of its layers read the K/V heads of other layers, so they cannot be merged layer by layer; "
+    f"{_START_ELSEWHERE}": (
         "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
     ),
     "some of its layers attend to an image instead of the text, with K/V heads of their own that are not merged; "
-    f"{_PARENT}": (
+    f"{_START_ELSEWHERE}": (
         "mllama", "mllama_text_model",
     ),
     "tensors of its attention beside K and V depend on the number of K/V heads, and no method merges them; "
-    f"{_PARENT}": ("chameleon", "doge"),
+    f"{_START_ELSEWHERE}": ("chameleon", "doge"),
     "it is multi-query already: it has one K/V head; use it as it is.": (
         "deepseek_v4",
     ),
     "its class holds one K/V head, or one for each query head (multi_query = false), and no number between; "
-    f"{_PARENT}": ("gpt_bigcode",),
+    f"{_START_ELSEWHERE}": ("gpt_bigcode",),
     "its heads come in pairs whose attentions are subtracted, so that merging neighbours would mix the two; "
-    f"{_PARENT}": ("diffllama",),
+    f"{_START_ELSEWHERE}": ("diffllama",),
     "its experts share the K/V heads, and the number of query heads follows from theirs, so it cannot have fewer; "
-    f"{_PARENT}": ("jetmoe",),
+    f"{_START_ELSEWHERE}": ("jetmoe",),
     "transformers' class for it has no number of K/V heads, so it could not open the result; "
-    f"{_PARENT}": (
+    f"{_START_ELSEWHERE}": (
         "bark", "bart", "bert", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
         "codegen", "ctrl", "electra", "fuyu", "gpt-sw3", "gpt2", "gpt_neo", "gpt_neox_japanese", "gptj", "longt5",
         "m2m_100", "marian", "mbart", "modernbert-decoder", "mvp", "nllb-moe", "openai-gpt", "opt",
@@ -64,7 +65,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "(its name ends with -hf).": ("chatglm",),
     "it runs its own code, which may ignore the number of K/V heads; get the version in Llama's format (its name ends "
     "with -llama-format), and convert that.": ("minicpm",),
-    f"it runs its own code, which may ignore the number of K/V heads; {_PARENT}": ("internlm2", "xgen"),
+    f"it runs its own code, which may ignore the number of K/V heads; {_START_ELSEWHERE}": ("internlm2", "xgen"),
     "it is a model as the LLaVA project saves it, which transformers does not open; get the version made for "
     "transformers (on the hub: llava-hf).": ("llava_llama", "llava_mistral", "llava_qwen"),
     "it is Janus or DeepSeek-VL as its own code saves it; get the version made for transformers (on the hub: "

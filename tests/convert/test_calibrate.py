@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, processors
 from convert import conversion
 from convert.calibration_text.read import read_calibration_text
 from convert.output.write_shards import write_shards
+from convert.planning.calibration_options import CalibrationOptions, read_text
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -308,14 +309,17 @@ def test_sizes_that_the_config_leaves_to_the_class(convert, tmp_path):
     assert all(torch.equal(tensor, left_out[name]) for name, tensor in stated.items())
 
 
-@pytest.mark.parametrize("stated", [100, 300])
 @pytest.mark.parametrize("option", ["--overwrite", "--dry-run"])
-def test_a_tokenizer_of_another_model(convert, tmp_path, stated, option):
-    """Whatever the config says: the embedding's rows count."""
+def test_a_tokenizer_of_another_model(convert, tmp_path, option):
+    """Whatever the config says: the embedding's rows count. A wrong config is refused before the text is read."""
     folder = make_tokenizer(tiny.save(tiny.build(vocab_size=100), tmp_path / "source"), 300)
-    tiny.edit_config(folder, vocab_size=stated)
+    given = ("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option)
     words = "the model has a vocabulary of 100; the tokenizer, or a text of token ids, belongs to another model"
-    convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, option).refused(words)
+    convert(*given).refused(words)
+    tiny.edit_config(folder, vocab_size=300)
+    convert(*given).refused("config.json has vocab_size = 300, but model.embed_tokens.weight has 100 rows")
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match=words):
+        read_text(checkpoint, CalibrationOptions())
 
 
 def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):

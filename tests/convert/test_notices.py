@@ -99,7 +99,7 @@ def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "llava"])
 @pytest.mark.parametrize("more", [1, -1])
 def test_a_conversion_that_nothing_could_open_is_refused(convert, tmp_path, family, more):
-    """Transformers refuses the source too; the advice makes it accept both."""
+    """Transformers refuses the source too; the advice makes it accept both. It comes before a text is looked for."""
     folder, out = tiny.save(tiny.build(family), tmp_path / "source"), tmp_path / "out"
     config = json.loads((folder / "config.json").read_text())
     stated = config.get("text_config", config)
@@ -109,7 +109,8 @@ def test_a_conversion_that_nothing_could_open_is_refused(convert, tmp_path, fami
         tiny.model_class(family).from_pretrained(folder)
     mean = ("mha-to-gqa", folder, out, "--groups", 2, "--method", "mean")
     advice = f"set vocab_size{' of text_config' if family == 'llava' else ''} to 67."
-    for given in (mean, (*mean, "--dry-run")):
+    fit = ("mha-to-gqa", folder, out, "--groups", 2, "--calibration", tmp_path / "no-such-text.jsonl")
+    for given in (mean, (*mean, "--dry-run"), fit):
         convert(*given).refused(f"config.json has vocab_size = {67 - more}, but", advice)
     assert not out.exists()
     stated["vocab_size"] = 67

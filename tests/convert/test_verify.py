@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 from convert.verification import verify
 from model.checkpoint import open_checkpoint
@@ -69,7 +70,7 @@ def test_flipped_byte_in_the_source(convert, source, out):
 def test_an_interrupt_leaves_the_rest_unread(source, out, monkeypatch):
     compared = []
 
-    def compare_slowly(source, out, plan, layers, findings, name):
+    def compare_slowly(comparison, layers, name):
         time.sleep(0.05)
         compared.append(name)
         return []
@@ -145,12 +146,8 @@ def test_what_the_hub_adds_is_no_difference(convert, source, out):
 
 
 def test_types_in_the_config_and_the_shards_metadata_count(convert, source, out):
-    from safetensors.torch import save_file
-
     tiny.edit_config(out, vocab_size=67.0)
     shard = next(out.glob("model-00001*"))
-    from safetensors.torch import load_file
-
     save_file(load_file(shard), shard)
     result = convert("verify", source, out)
     assert result.code == 3
@@ -167,6 +164,18 @@ def test_stray_weights_and_wrong_index(convert, source, out):
     assert result.code == 3
     assert "stray.safetensors belongs to no tensor" in result.err
     assert "total_size" in result.err
+
+
+def test_a_tensor_that_only_the_source_has(convert, tmp_path):
+    source, out = tiny.save(tiny.build(hidden_size=64), tmp_path / "source"), tmp_path / "out"
+    sizes = ("--latent", 16, "--rope", 8)
+    convert("mha-to-mla", source, out, *sizes, "--calibration", "none").succeeded()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors = tiny.tensors(out) | {name: tiny.tensors(source)[name]}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert f"the tensor {name} is not one that the conversion writes" in result.err
 
 
 @pytest.mark.parametrize(("method", "repeated"), [("mean", "none"), ("pca", "spread")])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from model.checkpoint import hf_folder
-from model.checkpoint.formats.torch_file import TORCH_BYTES, read_tensors
+from model.checkpoint.formats.torch_file import TORCH_READER_BYTES, read_tensors
 from model.checkpoint.interface import Checkpoint
 from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
@@ -15,7 +15,7 @@ class BinFolder(Checkpoint):
     """A Hugging Face folder with `pytorch_model.bin`, or shards and their index."""
 
     format = "bin"
-    reader_bytes = TORCH_BYTES
+    reader_bytes = TORCH_READER_BYTES
 
     def __init__(self, path: Path) -> None:
         hf_folder.refuse_adapter(path)

@@ -38,8 +38,8 @@ DTYPES = {
 }  # fmt: skip
 """torch's names of dtypes → the safetensors format's. Complex and quantised dtypes are not supported."""
 
-TORCH_BYTES = 150_000_000
-"""Anonymous memory of the imported torch (measured with torch 2.13: 130 MB)."""
+TORCH_READER_BYTES = 150_000_000
+"""Anonymous memory of a reader that imports torch (measured with torch 2.13: 130 MB)."""
 
 _ZIP_ERRORS = (
     zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error,

@@ -19,7 +19,7 @@ from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_framework
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.formats.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
-from model.checkpoint.formats.torch_file import DTYPES, TORCH_BYTES, read_piece
+from model.checkpoint.formats.torch_file import DTYPES, TORCH_READER_BYTES, read_piece
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, TensorInfo
@@ -32,7 +32,7 @@ class DistributedFolder(Checkpoint):
     """A folder that torch.distributed.checkpoint wrote."""
 
     format = "dcp"
-    reader_bytes = TORCH_BYTES
+    reader_bytes = TORCH_READER_BYTES
     keep_source_shards = False
 
     def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ from model.checkpoint.formats import rope_order
 from model.checkpoint.formats.meta_llama.model_parallel import ParallelLayout
 from model.checkpoint.formats.meta_llama.params import PARAMS, Params
 from model.checkpoint.formats.tensor_blocks import whole_rows
-from model.checkpoint.formats.torch_file import TORCH_BYTES, read_tensors
+from model.checkpoint.formats.torch_file import TORCH_READER_BYTES, read_tensors
 from model.checkpoint.hf_folder import json_text, list_files
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings, llama_config, rope_entries
@@ -34,7 +34,7 @@ class MetaFolder(Checkpoint):
     """A folder with `consolidated.NN.pth` and `params.json`."""
 
     format = "meta"
-    reader_bytes = TORCH_BYTES
+    reader_bytes = TORCH_READER_BYTES
     keep_source_shards = False
 
     def __init__(self, path: Path) -> None:

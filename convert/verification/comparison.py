@@ -1,7 +1,10 @@
-"""Hold the results of a verification."""
+"""Hold what a verification compares, and what it finds."""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from convert.planning.plan import Plan
+from model.checkpoint import Checkpoint
 
 
 @dataclass
@@ -35,3 +38,17 @@ class Findings:
             "unchecked": self.unchecked,
             "differences": self.differences,
         }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A converted folder, and the conversion of its source that it is compared with."""
+
+    source: Checkpoint
+    out: Checkpoint
+    plan: Plan
+    """The plan of the conversion that OUT records."""
+    record: dict[str, Any]
+    """The content of OUT's `groupwise.json`."""
+    findings: Findings
+    """The results so far."""

@@ -6,8 +6,6 @@ from convert.latent.check_source import check_latent_source
 from convert.latent.frequencies import SourceRope
 from model.checkpoint import Checkpoint
 from model.decoder.config import LlamaConfig
-from model.decoder.loading import check_shapes
-from model.decoder.rope import inverse_frequencies
 from model.geometry import Geometry, read_geometry
 
 
@@ -25,6 +23,9 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
 
     Raises CheckpointError for a source that latent attention cannot compute, with the reason.
     """
+    from model.decoder.loading import check_shapes  # imported here, because both need torch
+    from model.decoder.rope import inverse_frequencies
+
     config = check_latent_source(checkpoint)
     geometry = read_geometry(checkpoint)
     check_shapes(checkpoint)
