@@ -29,9 +29,9 @@ def _compare_record(comparison: Comparison) -> None:
     differences = comparison.findings.differences
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
     if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
-        differences.append(f"{CONVERSION_RECORD} does not report on exactly the merged tensors")
+        differences.append(f"{CONVERSION_RECORD} does not report on exactly the converted tensors")
     if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
-        differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the merged layers")
+        differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the converted layers")
     expected = planned_record(source, plan)
     for part in ("source", "geometry"):
         recorded = record[part] if isinstance(record.get(part), dict) else {}

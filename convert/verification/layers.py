@@ -36,7 +36,7 @@ between processors, so the weights themselves cannot be compared."""
 
 
 def recompute_layers(comparison: Comparison, scratch: Path, workers: int, quiet: bool) -> ConvertedLayerCache | None:
-    """Return the merged layers; None if they cannot be recomputed."""
+    """Return the converted layers; None if they cannot be recomputed."""
     source, plan = comparison.source, comparison.plan
     if comparison.findings.unchecked:
         return None
@@ -56,7 +56,7 @@ def recompute_layers(comparison: Comparison, scratch: Path, workers: int, quiet:
 def compare_layer_tensor(
     comparison: Comparison, layer: LayerConversion, layers: ConvertedLayerCache, name: str
 ) -> list[str]:
-    """Compare a tensor of a merged layer within a tolerance, because its last digits depend on the order of sums.
+    """Compare a tensor of a converted layer within a tolerance, because its last digits depend on the order of sums.
 
     Any later change to the tensor is found by the recorded checksum.
     """

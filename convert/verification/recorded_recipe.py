@@ -80,5 +80,5 @@ def _stored_text(
         reason = str(error)
         if (out_path / CALIBRATION_TOKENS).exists():
             findings.differences.append(reason)
-    findings.unchecked.append(f"the merged layers, since the calibration cannot be repeated: {reason}")
+    findings.unchecked.append(f"the converted layers, since the calibration cannot be repeated: {reason}")
     return CalibrationText(recorded["text"], recorded["windows"], recorded["window"], None)

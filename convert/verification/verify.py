@@ -1,4 +1,4 @@
-"""Check a converted folder against its source: recompute every merged tensor, and compare everything else.
+"""Check a converted folder against its source: recompute every converted tensor, and compare everything else.
 
 The expected tensors depend only on the source, and on OUT's recipe, number of groups and calibration tokens.
 """
@@ -63,11 +63,11 @@ def verify(
         _check_format(out, out_path)
         plan = _recorded_plan(source, out_path, record, device, findings)
         read = _compare_until_one_is_equal(source, record)
-        findings.differences += chain.from_iterable(read.values())
+        differences = list(chain.from_iterable(read.values()))
         if read and all(read.values()):  # all else would differ too, after hours of calibration
-            reason = findings.differences[0]
-            findings.differences = [f"{out_path} was not made from {source.path} as it is now: {reason}"]
+            findings.differences = [f"{out_path} was not made from {source.path} as it is now: {differences[0]}"]
             return findings
+        findings.differences += differences
         comparison, scratch = Comparison(source, out, plan, record, findings), Path(folder)
         names = _compare_names(comparison)
         layers = recompute_layers(comparison, scratch, workers, quiet)

@@ -224,7 +224,7 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
         ("source", {"format": "gguf"}, "source.format = 'gguf'; it should be 'safetensors'"),
         ("source", {"groupwise": {"source": {"name": "Llama-2-7b-hf"}}}, "source.groupwise = "),
         ("source", {"files": []}, "names [] as files of the source, which has ['model-00001-of-0"),
-        ("sha256", {"x": "y"}, "does not hold the checksums of exactly the merged layers"),
+        ("sha256", {"x": "y"}, "does not hold the checksums of exactly the converted layers"),
     ],
 )
 def test_a_changed_record(convert, source, out, part, change, words):

@@ -66,7 +66,7 @@ def test_verify_lists_unchecked_parts(convert, parent, tmp_path, prose, harm, co
     convert("mha-to-gqa", parent, out, "--groups", 2, *FIT, "--calibration", prose).succeeded()
     harm(out / TOKENS)
     result = convert("verify", parent, out)
-    assert (result.code, "NOT CHECKED: the merged layers, since" in result.err) == (code, True)
+    assert (result.code, "NOT CHECKED: the converted layers, since" in result.err) == (code, True)
     assert reason in result.err
     assert "all agree" not in result.out
     report = json.loads(convert("verify", parent, out, "--json").out)
