@@ -324,9 +324,12 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
             raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
 
 
-def check_class_settings(config: Mapping[str, Any], family: Family, head: bool) -> None:
-    """Raise CheckpointError for a setting that the family's class in transformers ignores, also of its `head`."""
-    for key, values in {**family.class_ignores, **(family.head_ignores if head else {})}.items():
+def check_class_settings(config: Mapping[str, Any], family: Family, lm_head: bool) -> None:
+    """Raise CheckpointError for a setting that the family's class in transformers ignores.
+
+    With `lm_head`, settings that its LM head ignores count too.
+    """
+    for key, values in {**family.class_ignores, **(family.lm_head_ignores if lm_head else {})}.items():
         if (value := get_key(config, key)) not in values:
             raise CheckpointError(
                 f"config.json has {key} = {checks.short_repr(value)}, which transformers' class of {family.model_type} "

@@ -180,7 +180,7 @@ def read_hf_config(folder: Path) -> Any:
     family = FAMILIES.get(str(values.get("model_type")))
     if isinstance(family, Family):
         with prefix_path(folder):
-            check_class_settings(values, family, head=True)
+            check_class_settings(values, family, lm_head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         if wrapper_of(values) is None:
             config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -23,7 +23,7 @@ from model.checkpoint.formats.torch_file import DTYPES, TORCH_READER_BYTES, read
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.checkpoint.tied import without_tied_head
+from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
 from model.common.files import allow_open_files
 
@@ -59,7 +59,7 @@ class DistributedFolder(Checkpoint):
         self._parts = model
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
         self.tensors = {name: TensorInfo(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
-        self.tensors = without_tied_head(self)
+        self.tensors = without_tied_lm_head(self)
         # The config is another folder's: training keeps float32 weights of a bfloat16 model, for example.
         settings = dtype_settings(self.tensors.values())
         changed = {key: name for key, name in settings.items() if self.config.get(key) not in (None, name)}
