@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.formats.expected_shapes import Shape
-from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, INTERLEAVED, LAYER, TOP
+from model.checkpoint.formats.meta_llama.names import FUSED_PARTS, INTERLEAVED, LAYER, TOP
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError
 
