@@ -26,6 +26,7 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
 from model.common.files import allow_open_files
+from model.common.typed_json import json_text
 
 
 class DistributedFolder(Checkpoint):
@@ -65,7 +66,7 @@ class DistributedFolder(Checkpoint):
         changed = {key: name for key, name in settings.items() if self.config.get(key) not in (None, name)}
         if changed:
             self.config |= changed
-            self.config_text = hf_folder.json_text(self.config)
+            self.config_text = json_text(self.config)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         is_above = self._config_folder in path.absolute().parents
         only = hf_folder.MODEL_FILES if is_above else ("*",)
