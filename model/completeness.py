@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from model.attention_layout import HeadLayout, make_layout
+from model.attention_layout import ModelLayout, make_layer_layout
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
@@ -60,7 +60,7 @@ def check_lm_head(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_complete(attention: HeadLayout, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+def check_complete(attention: ModelLayout, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor.
 
     `config`: that of the language model inside a wrapper, otherwise the checkpoint's.
@@ -105,13 +105,13 @@ def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint,
 
 
 def _check_norms(
-    attention: HeadLayout, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
+    attention: ModelLayout, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if a layer lacks a norm of its queries or its keys."""
     norms = attention.family.head_norms
     if norms is None or (norms.switch is not None and get_key(config, norms.switch) is not True):
         return
-    parts = [part for part in make_layout(attention.family, attention.sizes).shapes if _is_of_norm(part, norms)]
+    parts = [part for part in make_layer_layout(attention.family, attention.sizes).shapes if _is_of_norm(part, norms)]
     for prefix, names in layers.items():
         for part in parts:
             if part not in names:
@@ -138,7 +138,7 @@ def _needs_lm_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
     return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes
 
 
-def _parts(attention: HeadLayout, checkpoint: Checkpoint) -> dict[str, set[str]]:
+def _parts(attention: ModelLayout, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Return the names of each layer's tensors, without the layer's prefix. Buffers and the like are left out."""
     family = attention.family
     ignored = tuple(f"{module}.{part}" for module in family.names.attention for part in family.names.headless_parts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.attention_layout import HeadLayout, Layers, Sizes, attention_tensors, find_attention
+from model.attention_layout import Layers, ModelLayout, Sizes, attention_tensors, find_attention
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
@@ -28,7 +28,7 @@ class Geometry:
     n_kv_heads: int
     head_dim: int
     hidden_size: int
-    attention: HeadLayout
+    attention: ModelLayout
     """The tensor rows that depend on the number of K/V heads, layer by layer."""
     n_rotary_pairs: tuple[int, ...] | None = None
     """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known, or
