@@ -22,7 +22,7 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
-from model.decoder.transformers_classes import build_empty_model, load_state
+from model.decoder.transformers_classes import build_observable_model, load_state
 from model.families import Family, find_family
 from model.geometry import check_class_settings, read_geometry
 from model.language_model import ties_lm_head
@@ -37,7 +37,7 @@ class TransformersModelLayers(ModelLayers):
         match = find_family(checkpoint.config)
         family, self._config = match.family, match.config
         check_class_settings(match.config, family, lm_head=False)
-        self._model: Any = build_empty_model(
+        self._model: Any = build_observable_model(
             family.model_type, _for_short_texts(match.config, family), str(checkpoint.path)
         )
         self._decoder = self._model.base_model
