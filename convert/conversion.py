@@ -16,11 +16,7 @@ from convert.planning.latent_plan import LatentPlan
 from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan, inputs_of
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import (
-    INDEX,
-    OWN_FILES,
-    json_text,
-)
+from model.checkpoint.hf_folder import INDEX, OWN_FILES
 from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_text
 from model.common import console
@@ -28,6 +24,7 @@ from model.common.errors import CheckpointError, InputError, RunError, prefix_pa
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.common.files import copy_file, sync_tree, tree_bytes
 from model.common.staging import Staging, check_room
+from model.common.typed_json import json_text
 
 PAIR_INDICES = "positions of the rotated key"
 """The journal's name for the pair indices of the rotated key's channels."""

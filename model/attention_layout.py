@@ -69,7 +69,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """The attention of one layer of a family at given sizes. Names of tensors are parts."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -78,10 +78,10 @@ class Layout:
     """The K and V heads, and query heads in a fused tensor. Their order does not depend on the sizes."""
 
 
-def make_layout(family: Family, sizes: Sizes) -> Layout:
-    """Return the layout of a family's attention, all optional parts included."""
+def make_layer_layout(family: Family, sizes: Sizes) -> LayerLayout:
+    """Return the layout of a layer of a family, all optional parts included."""
     one = _one_attention(family, sizes)
-    return Layout(
+    return LayerLayout(
         {f"{module}.{part}": shape for module in family.names.attention for part, shape in one.shapes.items()},
         frozenset(f"{module}.{part}" for module in family.names.attention for part in one.required),
         tuple(_prefixed(f"{module}.", heads) for module in family.names.attention for heads in one.heads),
@@ -92,7 +92,8 @@ def _prefixed(prefix: str, heads: Heads) -> Heads:
     return replace(heads, tensors=tuple(prefix + part for part in heads.tensors))
 
 
-def _one_attention(family: Family, sizes: Sizes) -> Layout:
+def _one_attention(family: Family, sizes: Sizes) -> LayerLayout:
+    """Return the same of one attention module of the layer; the names of parts lack the module's."""
     n_rows, heads = _fused(family, sizes) if family.names.fused else _separate(family, sizes)
     shapes: dict[str, tuple[int, ...]] = {
         f"{family.names.output}.weight": (sizes.hidden_size, sizes.n_heads * sizes.head_dim),
@@ -108,7 +109,7 @@ def _one_attention(family: Family, sizes: Sizes) -> Layout:
         if norms.differs_by_head:
             rows = 1 if norms.layout == "matrix" else sizes.head_dim
             heads.append(_contiguous("k", tuple(key_norms), rows, sizes.n_kv_heads))
-    return Layout(shapes, required, tuple(heads))
+    return LayerLayout(shapes, required, tuple(heads))
 
 
 def _contiguous(kind: Kind, tensors: tuple[str, ...], rows_per_head: int, n: int) -> Heads:
@@ -216,7 +217,7 @@ def attention_tensors(family: Family, tensors: Mapping[str, TensorInfo]) -> dict
 
 def _possible_parts(family: Family) -> re.Pattern[str]:
     """Return the pattern of all parts that a family can have, for any sizes."""
-    layout = make_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
+    layout = make_layer_layout(family, Sizes(n_heads=1, n_kv_heads=1, head_dim=1, hidden_size=1))
     parts = {re.escape(part) for part in (*layout.shapes, *_copied(family))}
     return re.compile("|".join(part.replace(r"norms\.0\.", r"norms\.(?:0|[1-9][0-9]{0,5})\.") for part in parts))
 
@@ -227,28 +228,28 @@ def _copied(family: Family) -> set[str]:
 
 
 @dataclass(frozen=True)
-class HeadLayout:
-    """The heads that a checkpoint holds, and their rows for any number of K/V heads."""
+class ModelLayout:
+    """The heads of all layers of a checkpoint, and their rows for any number of K/V heads."""
 
     family: Family
     sizes: Sizes
-    present: tuple[tuple[str, int], ...]
-    """Per layer and entry of the layout's `heads`: the prefix of the tensor names, and the index of the entry."""
+    positions: tuple[tuple[str, int], ...]
+    """Per layer and entry of `LayerLayout.heads` that it has: prefix of the tensor names, and index of the entry."""
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
         """The beginnings of the layers' tensor names, in order."""
-        return tuple(dict.fromkeys(prefix for prefix, _ in self.present))
+        return tuple(dict.fromkeys(prefix for prefix, _ in self.positions))
 
     def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
         """Return all heads under full tensor names, in the same order for every number of K/V heads."""
-        layout = make_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
-        return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.present)
+        layout = make_layer_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
+        return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.positions)
 
 
-def find_attention(family: Family, sizes: Sizes, layers: Layers) -> HeadLayout:
+def find_attention(family: Family, sizes: Sizes, layers: Layers) -> ModelLayout:
     """Return the position of the heads of all layers. Raises CheckpointError if a layer is incomplete."""
-    layout = make_layout(family, sizes)
+    layout = make_layer_layout(family, sizes)
     present = {part for parts in layers.values() for part in parts if part not in _copied(family)}
     names = family.names
     for layer, parts in layers.items():
@@ -260,7 +261,7 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> HeadLayout:
         _check_layer(layer, layout, parts, present)
         prefix = _layer_prefix(parts)
         positions += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
-    return HeadLayout(family, sizes, tuple(positions))
+    return ModelLayout(family, sizes, tuple(positions))
 
 
 def _layer_prefix(parts: Mapping[str, TensorInfo]) -> str:
@@ -272,7 +273,7 @@ def _layer_prefix(parts: Mapping[str, TensorInfo]) -> str:
     return next(iter(prefixes))
 
 
-def _check_layer(layer: int, layout: Layout, parts: Mapping[str, TensorInfo], present: set[str]) -> None:
+def _check_layer(layer: int, layout: LayerLayout, parts: Mapping[str, TensorInfo], present: set[str]) -> None:
     for part in sorted(layout.required):
         if part not in parts:
             raise CheckpointError(f"layer {layer} has no {part}; the checkpoint is incomplete.")

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from model.attention_layout import HeadLayout, make_layout
+from model.attention_layout import ModelLayout, make_layer_layout
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native, read_llama_config
 from model.families.family import HeadNorms, get_key
 
-OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Ends of the names of an output head. The second is GPT-NeoX's."""
+LM_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of an LM head's tensor. The second is GPT-NeoX's."""
 
 
 BESIDE_ATTENTION = (
@@ -29,38 +29,38 @@ _BIASES = {
 """The biases that a setting of `LlamaConfig` turns on."""
 
 
-_CLASSES_WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
-"""Parts of the names of classes with an output head."""
+_CLASSES_WITH_LM_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
+"""Parts of the names of classes with an LM head."""
 
 
-def has_head(checkpoint: Checkpoint) -> bool:
+def has_lm_head(checkpoint: Checkpoint) -> bool:
     """Return whether a model has a language-model head, of its own or tied to the embedding.
 
     Reward models (`LlamaForSequenceClassification`) and base models (`LlamaModel`) have none.
     """
     config = checkpoint.config
-    if any(name.endswith(OUTPUT_HEADS) for name in checkpoint.tensors):
+    if any(name.endswith(LM_HEADS) for name in checkpoint.tensors):
         return True
     if is_native(config) and config.get("tie_word_embeddings") is not True:
         return False
     classes = config.get("architectures")
     if not isinstance(classes, list) or not classes:
         return True
-    return any(part in str(name) for name in classes for part in _CLASSES_WITH_HEAD)
+    return any(part in str(name) for name in classes for part in _CLASSES_WITH_LM_HEAD)
 
 
-def check_head(checkpoint: Checkpoint) -> None:
+def check_lm_head(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a model has no language-model head, without which it predicts no tokens."""
-    if not has_head(checkpoint):
+    if not has_lm_head(checkpoint):
         classes = checkpoint.config.get("architectures")
         named = f" (architectures: {checks.short_repr(classes)})" if classes else ""
         raise CheckpointError(
-            f"{checkpoint.config_folder} has no language-model head: it lacks the tensor {OUTPUT_HEADS[0]}{named}. "
+            f"{checkpoint.config_folder} has no language-model head: it lacks the tensor {LM_HEADS[0]}{named}. "
             "uptrain measures and trains causal language models only."
         )
 
 
-def check_complete(attention: HeadLayout, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+def check_complete(attention: ModelLayout, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a layer, or what comes before and after the layers, lacks a tensor.
 
     `config`: that of the language model inside a wrapper, otherwise the checkpoint's.
@@ -73,12 +73,12 @@ def check_complete(attention: HeadLayout, checkpoint: Checkpoint, config: Mappin
         _check_native_layers(layers, checkpoint, config)
     _check_norms(attention, layers, checkpoint, config)
     stack = re.sub(r"[^.]+\.\d+\.$", "", prefixes[0])
-    holds_head_tensor = any(name.endswith(OUTPUT_HEADS) for name in tensors)
+    holds_lm_head = any(name.endswith(LM_HEADS) for name in tensors)
     names = family.names
     embedding, final_norm = f"{stack}{names.embedding}.weight", f"{stack}{names.final_norm}.weight"
     is_tied = any(each.get("tie_word_embeddings") is True for each in (config, checkpoint.config))
-    head_replaces_embedding = holds_head_tensor and is_tied
-    if names.embedding and embedding not in tensors and not head_replaces_embedding:
+    lm_head_replaces_embedding = holds_lm_head and is_tied
+    if names.embedding and embedding not in tensors and not lm_head_replaces_embedding:
         raise _lacks(checkpoint, embedding)
     has_norms = any("norm" in part or "ln_" in part for part in layers[prefixes[0]])
     if names.final_norm and has_norms and final_norm not in tensors:
@@ -86,9 +86,9 @@ def check_complete(attention: HeadLayout, checkpoint: Checkpoint, config: Mappin
     for alternatives in names.elsewhere:
         if not any(name in tensors for name in alternatives):
             raise _lacks(checkpoint, alternatives[0])
-    if not holds_head_tensor and stack and _needs_head(checkpoint.config, config):
+    if not holds_lm_head and stack and _needs_lm_head(checkpoint.config, config):
         raise CheckpointError(
-            f"{_lacks(checkpoint, f'{names.output_head}.weight')} If its head is the embedding, set "
+            f"{_lacks(checkpoint, f'{names.lm_head}.weight')} If its head is the embedding, set "
             "tie_word_embeddings to true in config.json."
         )
 
@@ -105,13 +105,13 @@ def _check_native_layers(layers: Mapping[str, set[str]], checkpoint: Checkpoint,
 
 
 def _check_norms(
-    attention: HeadLayout, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
+    attention: ModelLayout, layers: Mapping[str, set[str]], checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if a layer lacks a norm of its queries or its keys."""
     norms = attention.family.head_norms
     if norms is None or (norms.switch is not None and get_key(config, norms.switch) is not True):
         return
-    parts = [part for part in make_layout(attention.family, attention.sizes).shapes if _is_of_norm(part, norms)]
+    parts = [part for part in make_layer_layout(attention.family, attention.sizes).shapes if _is_of_norm(part, norms)]
     for prefix, names in layers.items():
         for part in parts:
             if part not in names:
@@ -123,13 +123,13 @@ def _is_of_norm(part: str, norms: HeadNorms) -> bool:
     return is_norm and (norms.kind == "layer" or not part.endswith(".bias"))  # RMSNorm has no bias
 
 
-def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
-    """Return whether the class has an output head with a tensor of its own. `inner`: as in `check_complete`."""
+def _needs_lm_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    """Return whether the class has an LM head with a tensor of its own. `inner`: as in `check_complete`."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1:
         return False
     tied = config.get("tie_word_embeddings")
-    if config.get("model_type") != inner.get("model_type"):  # a wrapper: see `language_model.ties_head`
+    if config.get("model_type") != inner.get("model_type"):  # a wrapper: see `language_model.ties_lm_head`
         own = inner.get("tie_word_embeddings")
         is_untied = tied is False and (own is False or (own is None and is_native(inner)))
         return is_untied and str(classes[0]).endswith("ForConditionalGeneration")
@@ -138,7 +138,7 @@ def _needs_head(config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
     return tied is False or (tied is None and is_native(config))  # untied is the default of the native classes
 
 
-def _parts(attention: HeadLayout, checkpoint: Checkpoint) -> dict[str, set[str]]:
+def _parts(attention: ModelLayout, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Return the names of each layer's tensors, without the layer's prefix. Buffers and the like are left out."""
     family = attention.family
     ignored = tuple(f"{module}.{part}" for module in family.names.attention for part in family.names.headless_parts)

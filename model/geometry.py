@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.attention_layout import HeadLayout, Layers, Sizes, attention_tensors, find_attention
+from model.attention_layout import Layers, ModelLayout, Sizes, attention_tensors, find_attention
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.latent_norm import read_latent_norm
 from model.common import checks
@@ -28,7 +28,7 @@ class Geometry:
     n_kv_heads: int
     head_dim: int
     hidden_size: int
-    attention: HeadLayout
+    attention: ModelLayout
     """The tensor rows that depend on the number of K/V heads, layer by layer."""
     n_rotary_pairs: tuple[int, ...] | None = None
     """Number of rotated pairs of a head's dimensions, layer by layer; None if the family's rotation is not known, or
@@ -324,9 +324,12 @@ def _refuse_settings(config: Mapping[str, Any], family: Family) -> None:
             raise CheckpointError(f"config.json has {key} = {json.dumps(value)}: {reason}")
 
 
-def check_class_settings(config: Mapping[str, Any], family: Family, head: bool) -> None:
-    """Raise CheckpointError for a setting that the family's class in transformers ignores, also of its `head`."""
-    for key, values in {**family.class_ignores, **(family.head_ignores if head else {})}.items():
+def check_class_settings(config: Mapping[str, Any], family: Family, lm_head: bool) -> None:
+    """Raise CheckpointError for a setting that the family's class in transformers ignores.
+
+    With `lm_head`, settings that its LM head ignores count too.
+    """
+    for key, values in {**family.class_ignores, **(family.lm_head_ignores if lm_head else {})}.items():
         if (value := get_key(config, key)) not in values:
             raise CheckpointError(
                 f"config.json has {key} = {checks.short_repr(value)}, which transformers' class of {family.model_type} "

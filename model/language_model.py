@@ -14,7 +14,7 @@ from typing import Any
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.hf_folder import read_config, weights_in
 from model.checkpoint.tensor import Array, Span, is_buffer
-from model.checkpoint.tied import HEAD
+from model.checkpoint.tied import LM_HEAD
 from model.checkpoint.view import CheckpointView
 from model.common.errors import CheckpointError, prefix_path
 from model.families import FAMILIES, NATIVE_FAMILIES, find_family
@@ -24,16 +24,16 @@ WRAPPER = "groupwise_wrapper"
 """The key of a language model's config that names its wrapper's `model_type`. It is never written to a file."""
 _OF_WRAPPER = ("architectures", "quantization_config", "dtype", "torch_dtype")
 """Keys that say of the whole model what holds for its language model."""
-_WRAPPED_HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
+_WRAPPED_LM_HEAD = re.compile(r"(?:language_model\.)?(lm_head\..+)")
 _BODY = "model."
 """The prefix of the body's tensor names in a language model of its own."""
 
 
-def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[str, Any]:
+def language_config(config: Mapping[str, Any], has_lm_head: bool = False) -> dict[str, Any]:
     """Return the config of the language model that a `config.json` describes: itself, without a wrapper.
 
-    `has_head`: whether the files hold an output head (`ties_head`). Raises CheckpointError for a wrapper whose language
-    model cannot be used alone.
+    `has_lm_head`: whether the files hold an LM head (`ties_lm_head`). Raises CheckpointError for a wrapper whose
+    language model cannot be used alone.
     """
     wrapper = _wrapper(config)
     if wrapper is None:
@@ -52,7 +52,7 @@ def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[s
             "here: the names of its tensors are not known."
         )
     inner = {**family.default_sizes, **match.config, "model_type": family.model_type, WRAPPER: wrapper.model_type}
-    if (tied := ties_head(config, match.config, has_head)) is not None:
+    if (tied := ties_lm_head(config, match.config, has_lm_head)) is not None:
         inner["tie_word_embeddings"] = tied
     inner.pop("architectures", None)
     if config.get("eos_token_id") is not None:
@@ -60,17 +60,17 @@ def language_config(config: Mapping[str, Any], has_head: bool = False) -> dict[s
     return inner | {key: config[key] for key in _OF_WRAPPER if key in config}
 
 
-def ties_head(config: Mapping[str, Any], inner: Mapping[str, Any], has_head: bool) -> Any:
+def ties_lm_head(config: Mapping[str, Any], inner: Mapping[str, Any], has_lm_head: bool) -> Any:
     """Return `tie_word_embeddings` of the language model `inner` a wrapper; None if neither config has it.
 
     transformers 4 asked the language model's config, and version 5 asks the wrapper's. Version 5 writes configs of
-    which one ties head and embedding and the other does not. Then a head that the files hold is used, as version 5
-    does; also where the language model's config leaves out what may be its class's default (Gemma ties).
+    which one ties LM head and embedding and the other does not. Then an LM head that the files hold is used, as
+    version 5 does; also where the language model's config leaves out what may be its class's default (Gemma ties).
     """
     given = [place["tie_word_embeddings"] for place in (config, inner) if "tie_word_embeddings" in place]
     may_tie = "tie_word_embeddings" not in inner and inner.get("model_type", "llama") not in NATIVE_FAMILIES
     if (True in given and False in given) or (given == [False] and may_tie):
-        return not has_head
+        return not has_lm_head
     return given[0] if given else None
 
 
@@ -87,7 +87,7 @@ def read_language_config(folder: Path) -> dict[str, Any]:
     """Return the config of a folder's language model. The folder needs no weights."""
     config = read_config(folder)[1]
     with prefix_path(folder):
-        untied, tied = language_config(config, has_head=True), language_config(config)
+        untied, tied = language_config(config, has_lm_head=True), language_config(config)
     if untied == tied or not weights_in(folder):
         return tied
     with open_language_model(folder) as checkpoint:
@@ -126,9 +126,9 @@ class InsideWrapper(CheckpointView):
 
     def __init__(self, whole: Checkpoint, wrapper: Wrapper) -> None:
         super().__init__(whole)
-        has_head = any(_own_name(name, wrapper.prefix) == HEAD for name in whole.tensors)
+        has_lm_head = any(_own_name(name, wrapper.prefix) == LM_HEAD for name in whole.tensors)
         with prefix_path(whole.config_folder):
-            self.config = language_config(whole.config, has_head)
+            self.config = language_config(whole.config, has_lm_head)
         self.config_prefix = f"{wrapper.text_config}."
         self.names_in_wrapper: dict[str, str] = {}
         """The names of the language model's tensors → those in the wrapper's files."""
@@ -198,7 +198,7 @@ class WithLanguageModel(CheckpointView):
 
 def _own_name(name: str, prefix: str) -> str | None:
     """Return the name that a wrapper's tensor has in its language model; None if it is not part of that."""
-    if head := _WRAPPED_HEAD.fullmatch(name):
-        return head[1]
+    if lm_head := _WRAPPED_LM_HEAD.fullmatch(name):
+        return lm_head[1]
     match = re.match(prefix, name)
     return None if match is None else _BODY + name[match.end() :]

@@ -132,13 +132,13 @@ def _open_data(
 def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, accelerator: Accelerator) -> LossModule:
     """Load student and teacher, and check that they fit each other and the data."""
     student = load_evaluated(options.model)
-    vocab_size = student.head_weight.shape[0]
+    vocab_size = student.lm_head_weight.shape[0]
     check_cache_vocabulary(cache, vocab_size, options.data)
     teacher = None
     if options.teacher is not None:
         teacher = load_teacher(options.teacher, precision)
         if precision == "bf16":
             use_float32_states(teacher)
-        check_same_vocab_size(vocab_size, teacher.head_weight.shape[0], str(options.teacher))
+        check_same_vocab_size(vocab_size, teacher.lm_head_weight.shape[0], str(options.teacher))
         teacher.to(accelerator.device)
     return LossModule(student, WITHOUT_TEACHER, teacher)

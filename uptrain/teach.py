@@ -123,7 +123,7 @@ def _publish(manifest: LogitsManifest, staging: Staging) -> None:
 def _wanted_manifest(options: TeachOptions, cache: TokenCache) -> LogitsManifest:
     """Return the manifest, still without shards. Raises InputError if model, data and top k do not go together."""
     model = build_meta_from_folder(options.model)
-    vocab_size = len(model.head_weight)
+    vocab_size = len(model.lm_head_weight)
     try:
         check_tokenizer(cache.manifest.tokenizer_sha256, options.data, options.model)
     except InputError as error:  # the run compares the cache with the student's tokenizer
@@ -278,7 +278,7 @@ def _top_k_of_windows(
     teacher: LanguageModel, cache: TokenCache, windows: Integers, top_k: int, advance: Callable[[float], None]
 ) -> tuple[Floats, Integers]:
     """Return the values [B, T − 1, k + 1] and ids [B, T − 1, k] of windows; zeros for padding."""
-    device = teacher.head_weight.device
+    device = teacher.lm_head_weight.device
     batch = Batch.read(cache, windows, device)
     is_text_N = (batch.documents_BT[:, :-1] >= 0).flatten()
     size = tokens_per_chunk(teacher)

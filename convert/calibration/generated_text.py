@@ -27,7 +27,7 @@ from convert.calibration_text.text import CalibrationText
 from convert.calibration_text.tokenizer import open_hf_tokenizer
 from convert.layers.incremental_decoder import IncrementalDecoder, open_model
 from model.checkpoint import Checkpoint
-from model.checkpoint.tied import EMBEDDING, HEAD
+from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import console
 from model.common.console import Advance
 from model.common.errors import CheckpointError
@@ -76,8 +76,13 @@ class TextGeneration:
         """Return the bytes of the model's weights, and of a batch's KV cache and logits."""
         tensors = self.checkpoint.tensors
         weights = sum(tensor.nbytes for tensor in tensors.values())
-        if self.device == "cpu" and is_native(self.checkpoint.config) and EMBEDDING in tensors and HEAD not in tensors:
-            weights += tensors[EMBEDDING].nbytes  # `LlamaForCausalLM.prepack` copies a tied head
+        if (
+            self.device == "cpu"
+            and is_native(self.checkpoint.config)
+            and EMBEDDING in tensors
+            and LM_HEAD not in tensors
+        ):
+            weights += tensors[EMBEDDING].nbytes  # `LlamaForCausalLM.prepack` copies a tied LM head
         return weights + self._rows * (self._row_bytes + 3 * 4 * n_embeddings)
 
     @property

@@ -23,7 +23,7 @@ from model.common import console
 from model.common.errors import CheckpointError
 from model.common.file_names import CALIBRATION_TOKENS
 from model.common.files import lies_in
-from model.completeness import has_head
+from model.completeness import has_lm_head
 from model.geometry import Geometry
 from model.language_model import has_language_model
 
@@ -142,7 +142,7 @@ def _find_obstacle(checkpoint: Checkpoint, geometry: Geometry) -> str | None:
         "a language model that cannot be used alone": not has_language_model(checkpoint.config),
         "an encoder": geometry.family.is_encoder_decoder,
         "ALiBi biases": geometry.alibi,
-        "no language-model head": not has_head(checkpoint),
+        "no language-model head": not has_lm_head(checkpoint),
     }
     return next((obstacle for obstacle, found in obstacles.items() if found), None)
 

@@ -6,7 +6,7 @@ The target is transformers' DeepseekV3ForCausalLM with dense layers: Llama's dec
 from convert.latent import LATENT_SOURCES
 from model.checkpoint import FLOAT_DTYPES, Checkpoint
 from model.checkpoint.tensor import is_rope_buffer
-from model.checkpoint.tied import EMBEDDING, HEAD
+from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import LlamaConfig, read_llama_config
@@ -89,14 +89,14 @@ def _check_tensors(checkpoint: Checkpoint, config: LlamaConfig) -> None:
             f"{checkpoint.path} lacks the tensor {EMBEDDING}: a base model saved without its head cannot be converted; "
             "save it as a causal language model."
         )
-    if not config.tied and HEAD not in checkpoint.tensors:
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {HEAD}, and config.json does not tie it.")
+    if not config.tied and LM_HEAD not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {LM_HEAD}, and config.json does not tie it.")
     vocab_size = checkpoint.tensors[EMBEDDING].shape[0]
     if vocab_size != config.vocab_size:
         raise CheckpointError(
             f"config.json has vocab_size = {config.vocab_size}, but {EMBEDDING} has {vocab_size} rows; make them equal."
         )
-    others = checkpoint.tensors.keys() - {EMBEDDING, HEAD, "model.norm.weight"}
+    others = checkpoint.tensors.keys() - {EMBEDDING, LM_HEAD, "model.norm.weight"}
     for name in sorted(others):
         if not name.startswith("model.layers.") and not is_rope_buffer(name):
             raise CheckpointError(

@@ -66,7 +66,7 @@ def open_model(checkpoint: Checkpoint, device: str) -> IncrementalDecoder:
 
 class _Native(IncrementalDecoder):
     def __init__(self, model: LlamaForCausalLM) -> None:
-        self._model, self._weight = model, model.head_weight
+        self._model, self._weight = model, model.lm_head_weight
         self.n_embeddings = model.model.embed_tokens.num_embeddings
 
     def begin(self, n_rows: int, n_tokens: int) -> None:

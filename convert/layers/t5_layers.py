@@ -24,7 +24,7 @@ from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, read_tensor
 from model.decoder.observed_attention import ObservedCall
-from model.decoder.transformers_classes import build_empty_model, load_state
+from model.decoder.transformers_classes import build_observable_model, load_state
 from model.families import find_family
 from model.geometry import Geometry, read_geometry
 
@@ -39,7 +39,7 @@ class T5ModelLayers(ModelLayers):
         self.checkpoint, self._n_encoded, self._n_decoded = checkpoint, length // 2, length - length // 2
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
-        self._model: Any = build_empty_model(match.family.model_type, match.config, str(checkpoint.path))
+        self._model: Any = build_observable_model(match.family.model_type, match.config, str(checkpoint.path))
         start = getattr(self._model.config, "decoder_start_token_id", None)
         if not checks.is_whole_number(start, least=0):
             raise CheckpointError(

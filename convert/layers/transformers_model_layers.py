@@ -22,10 +22,10 @@ from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device
 from model.decoder.loading import check_readable, matrix_dtypes, read_tensor
-from model.decoder.transformers_classes import build_empty_model, load_state
+from model.decoder.transformers_classes import build_observable_model, load_state
 from model.families import Family, find_family
 from model.geometry import check_class_settings, read_geometry
-from model.language_model import ties_head
+from model.language_model import ties_lm_head
 
 
 class TransformersModelLayers(ModelLayers):
@@ -36,8 +36,8 @@ class TransformersModelLayers(ModelLayers):
         self._geometry = read_geometry(checkpoint)
         match = find_family(checkpoint.config)
         family, self._config = match.family, match.config
-        check_class_settings(match.config, family, head=False)
-        self._model: Any = build_empty_model(
+        check_class_settings(match.config, family, lm_head=False)
+        self._model: Any = build_observable_model(
             family.model_type, _for_short_texts(match.config, family), str(checkpoint.path)
         )
         self._decoder = self._model.base_model
@@ -91,24 +91,24 @@ class TransformersModelLayers(ModelLayers):
 
         Raises CheckpointError if a tensor is missing, left over or misshapen.
         """
-        check_class_settings(self._config, self._geometry.family, head=True)
-        head = self._head_names()
-        names = {self._parameter_name(name): name for name in self._parameters} | head
+        check_class_settings(self._config, self._geometry.family, lm_head=True)
+        lm_head_names = self._lm_head_names()
+        names = {self._parameter_name(name): name for name in self._parameters} | lm_head_names
         dtype = functools.reduce(torch.promote_types, matrix_dtypes(self.checkpoint, names.values()))
         state = {own: read_tensor(self.checkpoint, name, dtype, scalar=True) for own, name in names.items()}
-        load_state(self._model, state, "" if head else self._model_prefix, str(self.checkpoint.path), dtype)
-        if not head:
+        load_state(self._model, state, "" if lm_head_names else self._model_prefix, str(self.checkpoint.path), dtype)
+        if not lm_head_names:
             self._model.get_output_embeddings().weight = self._embedding.weight
         return self._model.to(self.device)
 
-    def _head_names(self) -> dict[str, str]:
-        """Return a table of the head's tensors: name for the class → name in the checkpoint. Empty if it is tied."""
+    def _lm_head_names(self) -> dict[str, str]:
+        """Return a table of the LM head's tensors: name for the class → name in the checkpoint. Empty if it is tied."""
         others = [name for name in self.checkpoint.tensors if not name.startswith(self._prefix)]
         if self._model.config.model_type == self.checkpoint.config.get("model_type"):
             return {} if self._model.config.tie_word_embeddings else {name: name for name in others}
         own = [name for name in self._model.state_dict() if not name.startswith(self._model_prefix)]
         stored = {name: other for name in own for other in others if f".{other}".endswith(f".{name}")}
-        tied = ties_head(self.checkpoint.config, self._config, has_head=bool(stored))
+        tied = ties_lm_head(self.checkpoint.config, self._config, has_lm_head=bool(stored))
         if tied is None:
             tied = not stored
         if not tied and len(stored) < len(own):

@@ -11,13 +11,12 @@ from typing import Any
 from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import json_text
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CONVERSION_RECORD
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.staging import Staging
-from model.common.typed_json import check_types, parse_object
+from model.common.typed_json import check_types, json_text, parse_object
 
 SCHEMA = 1
 

@@ -18,7 +18,7 @@ from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
-from model.checkpoint.tied import EMBEDDING, HEAD
+from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common.errors import CheckpointError
 from model.common.file_names import CONVERSION_RECORD
 
@@ -126,8 +126,8 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale:
     factors = dict.fromkeys((EMBEDDING, *written), scale)
     replaced = {name for layer in layers for name in layer.source}
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
-    if HEAD not in checkpoint.tensors:
-        kept[HEAD] = replace(checkpoint.tensors[EMBEDDING], name=HEAD)
+    if LM_HEAD not in checkpoint.tensors:
+        kept[LM_HEAD] = replace(checkpoint.tensors[EMBEDDING], name=LM_HEAD)
     for name, tensor in kept.items():
         if is_rope_buffer(name):
             continue
@@ -150,8 +150,8 @@ def _shards(
         q, kv_a, norm, kv_b, o, *biases = layer.tensors
         kv_a_bias, o_bias = (biases[:1], biases[1:])
         replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}
-    if HEAD not in checkpoint.tensors:
-        replaced[EMBEDDING] = (EMBEDDING, HEAD)
+    if LM_HEAD not in checkpoint.tensors:
+        replaced[EMBEDDING] = (EMBEDDING, LM_HEAD)
 
     def names(shard: Shard) -> Iterator[str]:
         for name in shard.tensors:

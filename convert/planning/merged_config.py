@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
-from model.checkpoint.hf_folder import json_text
+from model.common.typed_json import json_text
 from model.families import Family
 from model.families.family import set_key
 from model.geometry import Geometry

@@ -158,11 +158,6 @@ def refuse_lfs_pointer(path: Path) -> None:
         raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
 
 
-def json_text(value: Any) -> bytes:
-    """Return a value as JSON in the formatting of Hugging Face's files."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointError if a folder holds a PEFT adapter."""
     for name in ADAPTER_FILES:

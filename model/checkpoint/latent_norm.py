@@ -92,8 +92,8 @@ def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
     )
 
 
-class _OfLatentNorm(CheckpointView):
-    """A view of a checkpoint that has another way to undo the norm, or none."""
+class _LatentNormView(CheckpointView):
+    """A view that adds or removes what undoes the norm of the latent: tensors, constant channels, factors of rows."""
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
         super().__init__(inner)
@@ -103,7 +103,7 @@ class _OfLatentNorm(CheckpointView):
         return None if _part(name) else super().span(name)
 
 
-class WithoutLatentNorm(_OfLatentNorm):
+class WithoutLatentNorm(_LatentNormView):
     """A checkpoint of the stock class, with the latent's rows in their usual size and without the norm.
 
     Raises CheckpointError if what is left out is not what `WithLatentNorm` writes: norms, biases and constant channels.
@@ -154,7 +154,7 @@ def without_latent_norm(checkpoint: Checkpoint) -> Checkpoint:
     return WithoutLatentNorm(checkpoint, norm)
 
 
-class WithLatentNorm(_OfLatentNorm):
+class WithLatentNorm(_LatentNormView):
     """A checkpoint as `WithoutLatentNorm` presents it, with the tensors of the stock class."""
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint.hf_folder import SINGLE, json_text
+from model.checkpoint.hf_folder import SINGLE
 from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
+from model.common.typed_json import json_text
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}

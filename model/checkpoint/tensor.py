@@ -50,7 +50,7 @@ def is_rope_buffer(name: str) -> bool:
 
 
 def layer_number(name: str) -> int | None:
-    """Return the layer in a tensor's name; None for the embedding, the head and the last norm."""
+    """Return the layer in a tensor's name; None for the embedding, the LM head and the last norm."""
     match = re.search(r"\.([0-9]{1,6})\.", name)
     return int(match[1]) if match else None
 

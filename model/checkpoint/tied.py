@@ -1,4 +1,4 @@
-"""Drop output heads that equal the embedding.
+"""Drop LM heads that equal the embedding.
 
 If `config.json` ties the two, a safetensors folder holds only the embedding. Formats that save a module's state dict
 hold both.
@@ -8,30 +8,30 @@ from model.checkpoint.interface import Checkpoint
 from model.checkpoint.same_bytes import same_bytes
 from model.checkpoint.tensor import TensorInfo
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARED, COPIES_OF_SHARED = "shared.weight", ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """The embedding of a T5, and other names of the same tensor."""
 TIED_PAIRS = (
-    (EMBEDDING, HEAD),
+    (EMBEDDING, LM_HEAD),
     ("gpt_neox.embed_in.weight", "embed_out.weight"),
-    ("gpt_neox.embed_in.weight", HEAD),  # transformers 5's name in memory, which training checkpoints have
-    ("transformer.word_embeddings.weight", HEAD),
-    (SHARED, HEAD),
+    ("gpt_neox.embed_in.weight", LM_HEAD),  # transformers 5's name in memory, which training checkpoints have
+    ("transformer.word_embeddings.weight", LM_HEAD),
+    (SHARED, LM_HEAD),
     *((SHARED, copy) for copy in COPIES_OF_SHARED),
 )
 """The pairs of tensors that may be equal, in the names of all families."""
 EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in TIED_PAIRS))
 
 
-def without_tied_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """Return a checkpoint's tensors without the head, if the config ties it and its bytes equal the embedding's.
+def without_tied_lm_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Return a checkpoint's tensors without the LM head, if the config ties it and its bytes equal the embedding's.
 
-    A head that differs is kept: the model may have been trained so. transformers 5 then uses both, and version 4 the
-    embedding.
+    An LM head that differs is kept: the model may have been trained so. transformers 5 then uses both, and version 4
+    the embedding.
     """
     if checkpoint.config.get("tie_word_embeddings") is not True:
         return checkpoint.tensors
-    tied = {head for embedding, head in TIED_PAIRS if _are_equal(checkpoint, embedding, head)}
+    tied = {copy for embedding, copy in TIED_PAIRS if _are_equal(checkpoint, embedding, copy)}
     return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in tied}
 
 

@@ -1,4 +1,4 @@
-"""Read back JSON that the program wrote itself, and check that every key exists and every value has its type.
+"""Write JSON as Hugging Face formats it. Read back what the program wrote itself, and check every key and every type.
 
 Types are Python's: str, int, float (a finite one, or a whole number), bool, None, tuple[…, ...] for a list,
 dict[str, …], dataclasses, and unions of these. A boolean is not a number.
@@ -14,6 +14,11 @@ from model.common.checks import LARGEST_COUNT, is_finite, short_repr
 from model.common.errors import InputError
 
 T = TypeVar("T")
+
+
+def json_text(value: Any) -> bytes:
+    """Return a value as JSON in the formatting of Hugging Face's files."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:

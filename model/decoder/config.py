@@ -54,7 +54,7 @@ class LlamaConfig:
     o_bias: bool
     mlp_bias: bool
     tied: bool
-    """Whether the embedding is also the output head."""
+    """Whether the embedding is also the LM head."""
     windows: tuple[int | None, ...]
     """Per layer, the number of tokens that a token attends to, itself included; None for all."""
     rope: Rope

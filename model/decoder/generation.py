@@ -94,7 +94,7 @@ def stream(
     seed: int = 0,
 ) -> Iterator[list[int]]:
     """Yield the next token of every prompt, one step at a time."""
-    weight = model.head_weight
+    weight = model.lm_head_weight
     ids_BT, padding_B = pad_left(prompts)
     ids_BT = ids_BT.to(weight.device)
     padding_B = None if padding_B is None else padding_B.to(weight.device)
@@ -165,7 +165,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     config, steps = model.config, len(times) - 2
     n_tokens = n_prompt + steps
     numbers = sum(heads * size for heads, size in config.cached_shapes)
-    nbytes = n_tokens * config.n_layers * numbers * model.head_weight.dtype.itemsize
+    nbytes = n_tokens * config.n_layers * numbers * model.lm_head_weight.dtype.itemsize
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
         cached = f"a latent of {config.latent.usable} and a key of {config.latent.rope_dims}"

@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder without its head: embedding, layers and last norm."""
+    """The decoder without the LM head: embedding, layers and last norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The decoder and the head that predicts the next token."""
+    """The decoder and the LM head, which predicts the next token."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -153,35 +153,35 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The head's matrix, [V, M]; the embedding's if they are tied."""
+    def lm_head_weight(self) -> Tensor:
+        """The LM head's matrix, [V, M]; the embedding's if they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states before the head, [B, T, M]."""
+        """Return the hidden states before the LM head, [B, T, M]."""
         hidden_BTM: Tensor = self.model(ids_BT, documents_BT)
         return hidden_BTM
 
     def logits(self, hidden_BTM: Tensor) -> Tensor:
-        """Return the head's logits of hidden states, float32, [B, T, V]."""
+        """Return the LM head's logits of hidden states, float32, [B, T, V]."""
         if isinstance(self.lm_head, PrepackedLinear):
             prepacked_BTV: Tensor = self.lm_head(hidden_BTM)
             return prepacked_BTV.float()
-        # A frozen head may have a narrower dtype than the hidden states.
-        return F.linear(hidden_BTM, self.head_weight.to(hidden_BTM.dtype)).float()
+        # A frozen LM head may have a narrower dtype than the hidden states.
+        return F.linear(hidden_BTM, self.lm_head_weight.to(hidden_BTM.dtype)).float()
 
     def prepack(self) -> None:
         """Make decoding faster, if the model is on a CPU that has oneDNN; otherwise, do nothing.
 
-        The model then has logits only: no losses or gradients, and it cannot be saved, moved or copied. If the head is
-        tied to the embedding, its weights take memory of their own.
+        The model then has logits only: no losses or gradients, and it cannot be saved, moved or copied. If the LM head
+        is tied to the embedding, its weights take memory of their own.
         """
-        if isinstance(self.lm_head, PrepackedLinear) or not can_prepack(self.head_weight):
+        if isinstance(self.lm_head, PrepackedLinear) or not can_prepack(self.lm_head_weight):
             return
         self.requires_grad_(False)
-        head_VM = self.head_weight
+        lm_head_VM = self.lm_head_weight
         prepack_linears(self.model, skip="kv_b_proj")  # decoding needs this matrix itself
-        self.lm_head = PrepackedLinear(head_VM, None)
+        self.lm_head = PrepackedLinear(lm_head_VM, None)
 
     def forward(
         self,
@@ -202,7 +202,7 @@ class LlamaForCausalLM(nn.Module):
         if isinstance(self.lm_head, PrepackedLinear):
             raise ValueError("a prepacked model computes no losses; load it again, and leave out prepack().")
         targets_BT = next_token_targets(labels_BT, documents_BT)
-        return chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), self.head_weight, targets_BT.flatten())
+        return chunked_cross_entropy(hidden_BTM[:, :-1].flatten(0, 1), self.lm_head_weight, targets_BT.flatten())
 
 
 def _check_ids(ids_BT: Tensor, vocab_size: int) -> None:

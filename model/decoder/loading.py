@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from model.checkpoint import FLOAT_DTYPES, Checkpoint, TensorInfo
 from model.checkpoint.latent_norm import read_latent_norm, without_latent_norm
 from model.checkpoint.tensor import is_rope_buffer
-from model.checkpoint.tied import EMBEDDING, HEAD
+from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_content
@@ -74,9 +74,9 @@ def _load_inside_wrapper(checkpoint: InsideWrapper, dtype: torch.dtype | None, d
     with init_empty_weights(include_buffers=False):
         hf_model: Any = build_hf_model(folder, dtype)
     tied = hf_model.config.tie_word_embeddings
-    if tied and HEAD in names:
+    if tied and LM_HEAD in names:
         _check_tied(checkpoint, EMBEDDING)
-        names.remove(HEAD)
+        names.remove(LM_HEAD)
     state = {name: read_tensor(checkpoint, name, dtype, scalar=True) for name in names}
     prefix = f"{hf_model.base_model_prefix}." if tied else ""
     load_state(hf_model, state, prefix, str(folder), dtype, checkpoint.name_in_files)
@@ -219,12 +219,12 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
     bare = not _prefix(checkpoint)
     names = {name: name.removeprefix("model.") if bare else name for name, _ in model.named_parameters()}
     embedding = names[EMBEDDING]
-    if model.lm_head is None and HEAD in stored:
+    if model.lm_head is None and LM_HEAD in stored:
         if embedding in stored:
             _check_tied(checkpoint, embedding)
-            stored.remove(HEAD)
+            stored.remove(LM_HEAD)
         else:
-            names[EMBEDDING] = HEAD
+            names[EMBEDDING] = LM_HEAD
     missing, unexpected = (
         sorted(map(checkpoint.name_in_files, some))
         for some in (set(names.values()) - stored, stored - set(names.values()))
@@ -244,14 +244,14 @@ def _and_more(names: list[str]) -> str:
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str) -> None:
-    """Raise CheckpointError unless a tied head, which old files hold, equals the embedding."""
-    head, embedded = (check_readable(checkpoint, name) for name in (HEAD, embedding))
+    """Raise CheckpointError unless a tied LM head, which old files hold, equals the embedding."""
+    lm_head, embedded = (check_readable(checkpoint, name) for name in (LM_HEAD, embedding))
     rows = embedded.shape[0]
-    if head.shape != embedded.shape or not np.array_equal(
-        checkpoint.rows(HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
+    if lm_head.shape != embedded.shape or not np.array_equal(
+        checkpoint.rows(LM_HEAD, 0, rows), checkpoint.rows(embedding, 0, rows)
     ):
         raise CheckpointError(
-            f"{checkpoint.path}: config.json ties head and embedding, but {checkpoint.name_in_files(HEAD)} differs "
+            f"{checkpoint.path}: config.json ties head and embedding, but {checkpoint.name_in_files(LM_HEAD)} differs "
             f"from it; if the head was trained, set {checkpoint.config_prefix}tie_word_embeddings to false."
         )
 

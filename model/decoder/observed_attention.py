@@ -37,7 +37,10 @@ Observer = Callable[[ObservedCall], None]
 
 
 def attention_function(model_type: str) -> str | None:
-    """Return the name of the attention function to build a model with, ours; None for the class's default."""
+    """Register our attention function with transformers, and return its name.
+
+    For the classes that compute attention themselves (`_FROM_INPUTS`), return None, the default of the class.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

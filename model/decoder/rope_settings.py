@@ -79,19 +79,13 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
             f"config.json has both rope_parameters ({new}) and rope_scaling ({old}), and programs differ in which they "
             "use; make them equal, or remove one."
         )
-    scaling = new or old
+    spelling, scaling = ("rope_parameters", new) if new else ("rope_scaling", old)
     if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise CheckpointError(
             f"config.json has RoPE settings for {checks.short_repr(nested[0])} alone; settings that differ from layer "
             "to layer are not implemented."
         )
-    bases = [each for each in (scaling.get("rope_theta"), config.get("rope_theta")) if each is not None]
-    if len(bases) == 2 and bases[0] != bases[1]:
-        raise CheckpointError(
-            f"config.json has rope_theta = {checks.short_repr(config['rope_theta'])}, and another in its "
-            f"rope_parameters ({checks.short_repr(scaling['rope_theta'])}), and programs differ in which they "
-            "use; make them equal."
-        )
+    _refuse_two_values(config, "rope_theta", spelling, scaling)
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
@@ -108,13 +102,23 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         checks.number(theta, "config.json has rope_theta", above=1.0),
         head_dim,
         checks.whole_number(config.get("max_position_embeddings"), "config.json has max_position_embeddings"),
-        _parameters(kind, _with_context(kind, scaling, config)),
+        _parameters(kind, _with_context(kind, config, spelling, scaling)),
     )
     _check(rope)
     return rope
 
 
-def _with_context(kind: str, scaling: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _refuse_two_values(config: Mapping[str, Any], key: str, spelling: str, scaling: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a config has a key twice with different values: beside its scaling, and inside."""
+    outer, inner = config.get(key), scaling.get(key)
+    if outer is not None and inner is not None and outer != inner:
+        raise CheckpointError(
+            f"config.json has {key} = {checks.short_repr(outer)}, and another in its {spelling} "
+            f"({checks.short_repr(inner)}), and programs differ in which they use; make them equal."
+        )
+
+
+def _with_context(kind: str, config: Mapping[str, Any], spelling: str, scaling: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the scaling with the length of pre-training, which transformers 5 also reads outside it.
 
     (`modeling_rope_utils.standardize_rope_params`.)
@@ -122,12 +126,7 @@ def _with_context(kind: str, scaling: Mapping[str, Any], config: Mapping[str, An
     key = "original_max_position_embeddings"
     if config.get(key) is None or all(key not in known for known in SCALINGS[kind]):
         return scaling
-    if scaling.get(key) not in (None, config[key]):
-        raise CheckpointError(
-            f"config.json has {key} = {checks.short_repr(config[key])}, and another in its "
-            f"rope_parameters ({checks.short_repr(scaling[key])}), and programs differ in which they "
-            "use; make them equal."
-        )
+    _refuse_two_values(config, key, spelling, scaling)
     return {**scaling, key: config[key]}
 
 

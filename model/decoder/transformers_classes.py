@@ -57,11 +57,12 @@ def _remove_dropout(config: Any) -> None:
             entries[key] = type(value)(0)
 
 
-def build_empty_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
-    """Return transformers' model of a language model's config, its parameters without memory (on the meta device).
+def build_observable_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
+    """Return transformers' model of a language model's config, float32, with parameters on the meta device.
 
-    `observe_attention` can observe its attention. `source` names the config in errors. Raises CheckpointError if
-    transformers has no such model, cannot build it, or the class does not take an attention function.
+    `observe_attention` can observe its attention, which calibrating needs. `source` names the config in errors.
+    Raises CheckpointError if transformers has no such model, cannot build it, or the class does not take an attention
+    function.
     """
     from accelerate import init_empty_weights
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -180,7 +181,7 @@ def read_hf_config(folder: Path) -> Any:
     family = FAMILIES.get(str(values.get("model_type")))
     if isinstance(family, Family):
         with prefix_path(folder):
-            check_class_settings(values, family, head=True)
+            check_class_settings(values, family, lm_head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         if wrapper_of(values) is None:
             config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -44,14 +44,14 @@ class TransformersModel(nn.Module):
         self.theirs = hf_model  # THEIRS: cannot be renamed
 
     @property
-    def head_weight(self) -> Tensor:
-        """The head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` includes that."""
+    def lm_head_weight(self) -> Tensor:
+        """The LM head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` includes that."""
         weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states before the head, [B, T, M]."""
+        """Return the hidden states before the LM head, [B, T, M]."""
         body = self.theirs.base_model
         hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
         return hidden_BTM
@@ -215,7 +215,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
     with torch.device("meta"):
         meta_model = build_hf_model(folder, dtype)
     n_parameters = sum(parameter.numel() for parameter in meta_model.parameters())
-    if n_parameters > 2 * n_stored:  # transformers would first allocate all; a tied head may count twice
+    if n_parameters > 2 * n_stored:  # transformers would first allocate all; a tied LM head may count twice
         raise CheckpointError(
             f"{folder}: config.json describes a model of {n_parameters:,} parameters, but the files hold "
             f"{n_stored:,}; they do not match."
@@ -251,12 +251,12 @@ def check_separation(model: TransformersModel) -> None:
     config: Any = model.theirs.config
     if config.model_type in FAMILIES:
         return
-    vocab_size, half = len(model.head_weight), _PROBED // 2
+    vocab_size, half = len(model.lm_head_weight), _PROBED // 2
     row_T = 3 + torch.arange(_PROBED)
     ids_BT = torch.stack([row_T, row_T, row_T])
     ids_BT[1, :half] += _PROBED
     ids_BT[2, -1] += _PROBED
-    ids_BT = (ids_BT % vocab_size).to(model.head_weight.device)
+    ids_BT = (ids_BT % vocab_size).to(model.lm_head_weight.device)
     documents_BT = (torch.arange(_PROBED, device=ids_BT.device) >= half).long().expand(3, -1)
     problem = (
         f"model_type {config.model_type!r} cannot be trained or evaluated here: its class does not run on a short text"

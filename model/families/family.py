@@ -117,8 +117,8 @@ class TensorNames:
     """The name of the embedding beside the layers; None if it is elsewhere."""
     final_norm: str | None = "norm"
     """The name of the norm after the last layer, beside the layers. A class whose norms have no weights has none."""
-    output_head: str = "lm_head"
-    """The name of the output head, outside the decoder."""
+    lm_head: str = "lm_head"
+    """The name of the LM head, outside the decoder."""
     elsewhere: tuple[tuple[str, ...], ...] = ()
     """Tensors that a model needs outside its decoder. Of each tuple it needs one: formats choose between tied ones."""
     other_towers: str | None = None
@@ -206,8 +206,8 @@ class Family:
     class_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that the class in transformers ignores: key → the values with which it computes the same. With others
     the class cannot calibrate."""
-    head_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The same of the head, which matters where logits are computed."""
+    lm_head_ignores: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The same of the LM head, which matters where logits are computed."""
     engines_without_gqa: tuple[str, ...] = ()
     """Engines whose own class has a K/V head for each query head, whatever the config says. (Their source, 2026.)"""
     only_multi_query: bool = False

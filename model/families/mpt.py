@@ -42,5 +42,5 @@ FAMILY = Family(
         "norm_eps": (None, 1e-5),
         "block_overrides": (None,),
     },
-    head_ignores={"logit_scale": (None,), "final_logit_softcapping": (None,)},
+    lm_head_ignores={"logit_scale": (None,), "final_logit_softcapping": (None,)},
 )

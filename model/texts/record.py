@@ -96,13 +96,20 @@ def token_ids(value: Any) -> Document | Problem:
         return NULL
     if value == []:
         return EMPTY
+    ids = _integers(value)
+    return Problem(NO_IDS) if ids is None else ids
+
+
+def _integers(value: Any, or_booleans: bool = False) -> Integers | None:
+    """Return a list of whole numbers, or also of true and false, as an array; None for anything else."""
+    kinds = (int, bool) if or_booleans else (int,)
     # Of strings, numpy would make an array as wide as the longest.
-    if not isinstance(value, list) or any(type(number) is not int for number in value):
-        return Problem(NO_IDS)
+    if not isinstance(value, list) or any(type(number) not in kinds for number in value):
+        return None
     try:
         return np.asarray(value, dtype=np.int64)
     except OverflowError:
-        return Problem(NO_IDS)
+        return None
 
 
 def without_padding(ids: Integers, mask: Integers | None, labels: Integers | None) -> Document | Problem:
@@ -129,21 +136,11 @@ def without_padding(ids: Integers, mask: Integers | None, labels: Integers | Non
     return kept.view(OtherLabels)
 
 
-def _integers(value: Any) -> Integers | None:
-    """Return a list of whole numbers or of true and false as an array; None for anything else."""
-    if not isinstance(value, list) or any(type(number) not in (int, bool) for number in value):
-        return None
-    try:
-        return np.asarray(value, dtype=np.int64)
-    except OverflowError:
-        return None
-
-
 def _masked(record: dict[str, Any]) -> Document | Problem:
     ids = token_ids(record[TOKEN_IDS])
     if not isinstance(ids, np.ndarray) or not (MASK in record or LABELS in record):
         return ids
-    mask, labels = (_integers(record.get(name)) for name in (MASK, LABELS))
+    mask, labels = (_integers(record.get(name), or_booleans=True) for name in (MASK, LABELS))
     if mask is None and record.get(MASK) is not None:
         return Problem(f"field {MASK!r} is not a list of 0 and 1")
     return without_padding(ids, mask, labels)

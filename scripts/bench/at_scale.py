@@ -45,11 +45,11 @@ class Communication:
     """Bytes that a device receives for a micro-batch, under FSDP2."""
 
     student: int
-    """Its layers, gathered for the forward pass and again for the backward pass; embedding and head, gathered once."""
+    """Its layers, gathered for the forward pass and again for the backward; embedding and LM head, gathered once."""
     gradients: int
     """Of trained parameters, reduced in float32."""
     teacher: int
-    """Its layers, gathered once; embedding and head are on every device. Layers that use parameters of the student's
+    """Its layers, gathered once; embedding and LM head are on every device. Layers that use parameters of the student's
     gather the student's layers again, and their own parameters."""
 
     @property

@@ -70,11 +70,11 @@ class Decoding:
     @torch.inference_mode()
     def __init__(self, ours: Ours, theirs: Theirs, batch: int, context: int, steps: int, compiled: str) -> None:
         self.ours, self.theirs = ours, theirs
-        self.device = ours.head_weight.device
+        self.device = ours.lm_head_weight.device
         room = context + steps
         is_static = compiled != "neither"
         self.their_cache = StaticCache(theirs.config, room) if is_static else DynamicCache(config=theirs.config)
-        self.cache = KVCache(ours.config, batch, room, ours.head_weight.dtype, self.device)
+        self.cache = KVCache(ours.config, batch, room, ours.lm_head_weight.dtype, self.device)
         self.cache.make_room(room if compiled == "both" else context)
         shape = (batch, context, ours.config.n_kv_heads, ours.config.head_dim)
         for index, layer in enumerate(self.cache.layers):

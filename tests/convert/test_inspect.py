@@ -74,9 +74,9 @@ def test_sizes_of_latent_attention(convert, source, tmp_path):
     other = tiny.save(tiny.build("qwen3"), tmp_path / "qwen3")
     assert json.loads(convert("inspect", other, "--json").out)["latent"] == []
     biased = tiny.save(tiny.build(attention_bias=True), tmp_path / "biased")
-    headless = tiny.save(tiny.build(), tmp_path / "reward")
-    tiny.edit_config(headless, architectures=["LlamaForSequenceClassification"])
-    for folder in (biased, headless):
+    without_lm_head = tiny.save(tiny.build(), tmp_path / "reward")
+    tiny.edit_config(without_lm_head, architectures=["LlamaForSequenceClassification"])
+    for folder in (biased, without_lm_head):
         assert json.loads(convert("inspect", folder, "--json").out)["latent"] == []
         convert("mha-to-mla", folder, tmp_path / "out", "--latent", 8, "--rope", 8).refused()
     assert "mha-to-mla" not in convert("inspect", other).out

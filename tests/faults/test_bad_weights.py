@@ -91,8 +91,8 @@ def test_config_and_shapes_disagree(refuse, source, changes, words):
 
 
 @pytest.mark.parametrize("tied", [False, None, ...])
-def test_no_head(refuse, source, tied):
-    """Absent and null, `tie_word_embeddings` is false to the class, which would draw a head at random."""
+def test_no_lm_head(refuse, source, tied):
+    """Absent and null, `tie_word_embeddings` is false to the class, which would draw an LM head at random."""
     tiny.edit_config(source, tie_word_embeddings=tied)
     rewrite(source, lambda tensors: tensors.pop("lm_head.weight"))
     refuse("lacks the tensor lm_head.weight", "set tie_word_embeddings to true")

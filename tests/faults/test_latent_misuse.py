@@ -208,7 +208,7 @@ def test_config_and_embedding_disagree(refused, source):
     refused("vocab_size = 70", "67 rows")
 
 
-def test_a_head_that_is_missing(refused, source):
+def test_an_lm_head_that_is_missing(refused, source):
     for file in source.glob("*.safetensors"):
         tensors = load_file(file)
         if "lm_head.weight" in tensors:

@@ -52,7 +52,7 @@ def test_loss_and_gradients_of_packed_documents(folder, device, precision, allow
     on_device = copy.deepcopy(on_cpu).to(device)
     expected, _ = on_cpu(ids, ids, documents)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-        packed = has_packed_attention(on_device.head_weight, on_device.config.head_dim)
+        packed = has_packed_attention(on_device.lm_head_weight, on_device.config.head_dim)
         assert packed == (device.type == "cuda" and precision == "bf16" and torch_has_packed_attention())
         loss, _ = on_device(*(x.to(device) for x in (ids, ids, documents)))
     expected.backward()

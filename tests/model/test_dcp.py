@@ -105,7 +105,7 @@ def test_any_prefix(tmp_path, prefix):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_written_once(convert, tmp_path, tied):
+def test_a_tied_lm_head_is_written_once(convert, tmp_path, tied):
     model = tiny.build(tie_word_embeddings=True)
     folder = write_dcp(tmp_path / "dcp", prefixed(model.state_dict(), "model."), 2)
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "tie_word_embeddings": tied}))

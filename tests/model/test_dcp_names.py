@@ -99,11 +99,11 @@ def test_any_model_in_any_pieces(tmp_path_factory, data, kind):
                 )
 
 
-@pytest.mark.parametrize("head", ["both", "embedding only"])
-def test_torchtitan_with_tied_embeddings(convert, tmp_path, head):
+@pytest.mark.parametrize("kept", ["both", "embedding only"])
+def test_torchtitan_with_tied_embeddings(convert, tmp_path, kept):
     model = tiny.build(tie_word_embeddings=True)
     folder, path = titan(tmp_path, model)
-    if head == "embedding only":
+    if kept == "embedding only":
         tensors = frameworks.titan_tensors(model)
         del tensors["output.weight"]
         frameworks.save_titan(path, tensors)

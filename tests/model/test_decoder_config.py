@@ -157,6 +157,17 @@ def test_wrong_types_and_values_are_refused_by_name(changes, words):
     assert len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("key", "outer", "inner"), [("rope_theta", 1e6, 1e4), ("original_max_position_embeddings", 32, 16)]
+)
+def test_a_key_beside_the_scaling_that_contradicts_it(spelling, key, outer, inner):
+    """The message names the key of the scaling that config.json has; `rope_scaling` is transformers 4's."""
+    config = said("llama", **{key: outer, spelling: {"rope_type": "yarn", "factor": 2.0, key: inner}})
+    with pytest.raises(CheckpointError, match=rf"has {key} = {outer}, and another in its {spelling} \({inner}\)"):
+        read_llama_config(config)
+
+
 def test_a_window_that_nothing_uses_is_refused_as_by_the_class():
     """Qwen2's own forward pass stops there: its mask has no window."""
     config = said("qwen2", use_sliding_window=False, layer_types=SLIDING)

@@ -13,7 +13,7 @@ from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.geometry import read_geometry
-from model.language_model import ties_head
+from model.language_model import ties_lm_head
 
 
 def geometry_of(folder):
@@ -51,7 +51,7 @@ def test_absent_and_null_as_the_class_takes_them(tmp_path, family, value, n_kv_h
     assert geometry_of(folder).n_kv_heads == n_kv_heads
 
 
-def test_a_base_model_without_head_and_prefix(tmp_path):
+def test_a_base_model_without_lm_head_and_prefix(tmp_path):
     model = tiny.build()
     folder = tiny.save(model, tmp_path / "m")
     save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
@@ -151,7 +151,7 @@ def test_layers_may_differ_in_kind(tmp_path):
     assert geometry_of(folder).n_layers == 2
 
 
-def test_a_wrapper_without_its_head_is_refused(tmp_path):
+def test_a_wrapper_without_its_lm_head_is_refused(tmp_path):
     folder = tiny.save(tiny.build("llava"), tmp_path / "m")
     whole = tiny.tensors(folder)
     assert geometry_of(folder).n_layers == 2
@@ -164,7 +164,7 @@ def test_a_wrapper_without_its_head_is_refused(tmp_path):
     assert geometry_of(folder).n_layers == 2
 
 
-def test_a_wrapper_around_a_class_that_ties_needs_no_head(tmp_path):
+def test_a_wrapper_around_a_class_that_ties_needs_no_lm_head(tmp_path):
     """Its config may leave out that default: LLaVA around Gemma, saved by transformers 4."""
     folder = tiny.save(tiny.build("llava"), tmp_path / "m")
     save_file({n: t for n, t in tiny.tensors(folder).items() if "lm_head" not in n}, folder / "model.safetensors")
@@ -174,8 +174,8 @@ def test_a_wrapper_around_a_class_that_ties_needs_no_head(tmp_path):
     assert geometry_of(folder).n_layers == 2
     inner = {**text, "model_type": "gemma"}
     outer = {"tie_word_embeddings": False}
-    assert [ties_head(outer, inner, has_head) for has_head in (False, True)] == [True, False]
-    assert ties_head(outer, {**text, "model_type": "llama"}, has_head=False) is False
+    assert [ties_lm_head(outer, inner, has_lm_head) for has_lm_head in (False, True)] == [True, False]
+    assert ties_lm_head(outer, {**text, "model_type": "llama"}, has_lm_head=False) is False
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_t5_without_its_embedding_or_a_final_norm_is_refused(tmp_path, missing
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "falcon", "phi", "olmo2", "cohere"])
-def test_a_model_without_embedding_norm_or_head_is_refused(tmp_path, family):
+def test_a_model_without_embedding_norm_or_lm_head_is_refused(tmp_path, family):
     folder = tiny.save(tiny.build(family, tie_word_embeddings=False), tmp_path / "m")
     whole = tiny.tensors(folder)
     assert geometry_of(folder).n_layers == 2

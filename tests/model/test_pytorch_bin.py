@@ -30,7 +30,7 @@ def test_converts_as_safetensors_do(convert, tmp_path, dtype, n_shards):
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])
-def test_a_tied_head_is_written_once(convert, tmp_path, n_shards):
+def test_a_tied_lm_head_is_written_once(convert, tmp_path, n_shards):
     model = tiny.build(tie_word_embeddings=True)
     folder = tiny.save(model, tmp_path / "folder", "bfloat16")
     other = write_bin(tmp_path / "bin", model, "bfloat16", n_shards)
@@ -40,7 +40,7 @@ def test_a_tied_head_is_written_once(convert, tmp_path, n_shards):
 
 @pytest.mark.parametrize("how", ["shared", "equal", "different"])
 @pytest.mark.parametrize("tied", [True, False, ...])
-def test_a_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(convert, tmp_path, tied, how):
+def test_an_lm_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(convert, tmp_path, tied, how):
     folder = write_bin(tmp_path / "bin", tiny.build(tie_word_embeddings=True))
     tiny.edit_config(folder, tie_word_embeddings=tied)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
@@ -55,7 +55,7 @@ def test_a_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(conve
     assert torch.equal(out["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
 
 
-def test_a_shard_with_nothing_but_the_tied_head_disappears(convert, tmp_path):
+def test_a_shard_with_nothing_but_the_tied_lm_head_disappears(convert, tmp_path):
     folder = write_bin(tmp_path / "bin", tiny.build(tie_word_embeddings=True))
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     (folder / "pytorch_model.bin").unlink()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from model.decoder.transformers_classes import build_empty_model
+from model.decoder.transformers_classes import build_observable_model
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -16,5 +16,5 @@ def test_the_config_stays_as_it_was_read(key):
         key: {"rope_type": "linear", "factor": 2.0},
     }  # fmt: skip
     before = copy.deepcopy(config)
-    assert build_empty_model("qwen3", config, "the folder").config.rope_parameters["factor"] == 2.0
+    assert build_observable_model("qwen3", config, "the folder").config.rope_parameters["factor"] == 2.0
     assert config == before

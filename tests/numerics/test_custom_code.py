@@ -76,10 +76,10 @@ def grouped(family: str, n_kv_heads: int, changes: dict) -> tuple[dict, dict[str
     for name, tensor in tensors.items():
         if name.endswith("bias"):
             tensor.normal_(std=0.1)
-    head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
-    tensors[head] = torch.randn_like(tensors[head]) * 0.1
+    lm_head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
+    tensors[lm_head] = torch.randn_like(tensors[lm_head]) * 0.1
     tied = config.get("tie_word_embeddings", family == "t5")
-    unsaved = ("embed_tokens.weight", *([head] if tied else []))
+    unsaved = ("embed_tokens.weight", *([lm_head] if tied else []))
     return config, {name: tensor for name, tensor in tensors.items() if not name.endswith(unsaved)}
 
 
@@ -171,7 +171,7 @@ def test_masks_weights_and_hidden_states_are_the_stock_models(tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "model_class", "stock"), [("gpt_neox", GPTNeoXGQAModel, GPTNeoXModel), ("t5", T5GQAModel, T5Model)]
 )
-def test_models_without_a_head(tmp_path, family, model_class, stock):
+def test_models_without_an_lm_head(tmp_path, family, model_class, stock):
     config, tensors = grouped(family, 2, {"tie_word_embeddings": family == "t5"})
     tensors = {name.removeprefix("gpt_neox."): t for name, t in tensors.items() if "embed_out" not in name}
     config["architectures"] = [model_class.__name__]

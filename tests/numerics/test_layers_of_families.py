@@ -406,16 +406,16 @@ def test_windows_are_no_longer_than_a_wrapped_models_context(convert, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "janus"])
-def test_a_wrapper_that_ties_the_head_alone_generates_by_a_stored_one(tmp_path, family):
-    """Version 5 of transformers saves such configs of models with a head of their own, and then uses it."""
+def test_a_wrapper_that_ties_the_lm_head_alone_generates_by_a_stored_one(tmp_path, family):
+    """Version 5 of transformers saves such configs of models with an LM head of their own, and then uses it."""
     folder = tiny.save(tiny.build(family), tmp_path / family)
     text = json.loads((folder / "config.json").read_text())["text_config"]
     tiny.edit_config(folder, tie_word_embeddings=True, text_config={**text, "tie_word_embeddings": False})
     tensors = tiny.tensors(folder)
     embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    head = "language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"
+    lm_head = "language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"
     outputs = []
-    for added in ({}, {head: tensors[embedding].flip(0)}):
+    for added in ({}, {lm_head: tensors[embedding].flip(0)}):
         save_file({**tensors, **added}, folder / "model.safetensors", metadata={"format": "pt"})
         whole = tiny.model_class(family).from_pretrained(folder, dtype=torch.float32)
         with open_checkpoint(folder) as checkpoint, torch.no_grad():

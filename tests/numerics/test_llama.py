@@ -241,7 +241,7 @@ def test_unexpected_tensors_are_refused(tmp_path):
         load_model(folder)
 
 
-def test_a_tied_head_may_stand_in_the_file(tmp_path):
+def test_a_tied_lm_head_may_stand_in_the_file(tmp_path):
     folder = tiny.save(tiny.build(tie_word_embeddings=True), tmp_path / "model")
     tensors = tiny.tensors(folder)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -250,7 +250,7 @@ def test_a_tied_head_may_stand_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_tied_head_may_stand_for_the_embedding(tmp_path, bare):
+def test_a_tied_lm_head_may_stand_for_the_embedding(tmp_path, bare):
     _, ours = pair(tmp_path, tie_word_embeddings=True)
     folder, ids = tmp_path / "model", random_ids(1, 8)
     tensors = tiny.tensors(folder)
@@ -322,11 +322,11 @@ def test_other_families_open_behind_the_same_interface(tmp_path):
     hf_model, ours = gpt_neox(tmp_path)
     ids = random_ids(2, 20)
     assert torch.equal(ours(ids), hf_model(ids).logits)
-    assert torch.allclose(ours.hidden(ids) @ ours.head_weight.T, ours(ids), atol=1e-6)
+    assert torch.allclose(ours.hidden(ids) @ ours.lm_head_weight.T, ours(ids), atol=1e-6)
     loss_sum, n_valid = ours(ids, ids)
     assert (loss_sum / n_valid).item() == pytest.approx(hf_model(ids, labels=ids).loss.item(), rel=1e-6)
     native = pair(tmp_path)[1]
-    assert torch.allclose(native.hidden(ids) @ native.head_weight.T, native(ids), atol=1e-5)
+    assert torch.allclose(native.hidden(ids) @ native.lm_head_weight.T, native(ids), atol=1e-5)
     with pytest.raises(CheckpointError, match="generate with transformers instead"):
         generate(ours, [[1, 2]], 3)
 

@@ -261,15 +261,15 @@ def test_config_card_and_record_name_the_code(convert, tmp_path, make):
 
 
 @pytest.mark.parametrize("tie", [True, False, ...])
-@pytest.mark.parametrize("has_head", [True, False])
-def test_logits_of_mt5_are_not_scaled(convert, tmp_path, has_head, tie):
+@pytest.mark.parametrize("has_lm_head", [True, False])
+def test_logits_of_mt5_are_not_scaled(convert, tmp_path, has_lm_head, tie):
     """T5's class would scale them if config.json has the tie_word_embeddings that transformers 5 writes for mT5."""
     source = tiny.save(mt5(), tmp_path / "source")
     tiny.edit_config(source, tie_word_embeddings=tie)
     tensors = tiny.tensors(source)
     for name in [name for name in tensors if is_grouped(name)]:
         tensors[name] = repeated(name, merged(name, tensors[name], 2), 2)
-    tensors |= {"lm_head.weight": torch.randn_like(tensors["shared.weight"])} if has_head else {}
+    tensors |= {"lm_head.weight": torch.randn_like(tensors["shared.weight"])} if has_lm_head else {}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
     assert_equal(

@@ -83,11 +83,11 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 11008 + 2)
     ends = 2 * 32000 * 4096 + 4096
     own = {"all": ends + 4096 * (4 * 4096 + 3 * 11008 + 2), "attention": 4096 * (4 * 4096 + 1), "kv": 2 * 4096**2}[part]
-    head, chunk = (4 * 32000 * 4096 if part == "all" else 0), max(1 << 23, 4096 * 4096) * (16 if taught else 6)
+    lm_head, chunk = (4 * 32000 * 4096 if part == "all" else 0), max(1 << 23, 4096 * 4096) * (16 if taught else 6)
     of_layer = {"all": layer, "attention": 2 * 4096**2 + 2 * 1024 * 4096 + 4096, "kv": 2 * 1024 * 4096}[part]
     moments = (  # in the loss, in the backward pass of the last layer, and at its end
-        needed.activations + needed.logits + 0.5 * head,
-        needed.activations + 0.5 * head + 8 * of_layer,
+        needed.activations + needed.logits + 0.5 * lm_head,
+        needed.activations + 0.5 * lm_head + 8 * of_layer,
         8 * (ends if part == "all" else 0),
     )
     whole_gradients = max(moments) - needed.activations - needed.logits
@@ -95,7 +95,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     divided = 16 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.per_device(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
     assert subject.host(needed) == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
-    assert needed.logits == chunk + head
+    assert needed.logits == chunk + lm_head
 
 
 def test_what_the_merge_changed_is_not_shared():

@@ -114,7 +114,7 @@ def test_texts_on_several_machines(uptrain, inputs, tmp_path, monkeypatch):
     result.refused("tokenised on one machine only", f"uptrain prepare --data {text.parent} --tokenizer", "--out CACHE")
 
 
-def scaled_head(folder, factor):
+def scaled_lm_head(folder, factor):
     """Return the folder of a model whose logits are those of another times a factor."""
     model = tiny.build(vocab_size=real_runs.VOCAB)
     with torch.no_grad():
@@ -123,13 +123,13 @@ def scaled_head(folder, factor):
 
 
 def test_a_perplexity_beyond_float64_is_null_in_json(uptrain, inputs, tmp_path):
-    model = scaled_head(tmp_path / "model", 1e4)
+    model = scaled_lm_head(tmp_path / "model", 1e4)
     printed = json.loads(uptrain("evaluate", model, "--data", inputs["held_out"], "--json").out)
     assert (type(printed["loss"]), printed["perplexity"]) == (float, None)
 
 
 def test_losses_that_are_not_finite_are_refused(uptrain, inputs, tmp_path):
-    broken = scaled_head(tmp_path / "model", float("nan"))
+    broken = scaled_lm_head(tmp_path / "model", float("nan"))
     words = f"{broken} computes a loss of nan on {inputs['held_out']}: its weights are damaged, or too large for fp32."
     uptrain("evaluate", broken, "--data", inputs["held_out"], "--json").refused(words)
     uptrain("evaluate", inputs["model"], "--teacher", broken, "--data", inputs["held_out"]).refused(words)

@@ -40,7 +40,7 @@ def test_stopped_three_times_is_bit_equal(inputs, tmp_path, layout, precision, l
 
 @pytest.mark.parametrize("loss", ["next-token", "distill"])
 def test_with_evaluations(inputs, tmp_path, loss):
-    """Evaluating between steps ends nothing. The head has a bias."""
+    """Evaluating between steps ends nothing. The LM head has a bias."""
     model = tiny.build("phi", vocab_size=VOCAB, num_key_value_heads=2)
     inputs = {**inputs, "model": tiny.save(model, tmp_path / "phi")}
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"

@@ -53,7 +53,7 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
         # torch's own record, until a backward pass: a long run would fill the host's memory
         if hasattr(layers[0], "reset_iter_state"):  # torch 2.13 and later
             assert not any(layer._get_fsdp_state()._comm_ctx.post_forward_order for layer in layers)
-    assert not isinstance(teacher.head_weight, DTensor)
+    assert not isinstance(teacher.lm_head_weight, DTensor)
     if shares:
         contexts = [layer._get_fsdp_state()._comm_ctx for layer in layers]
         assert len({id(context) for context in contexts}) == 1

@@ -40,7 +40,7 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "mixed"])
-# Our own code, and transformers'; Gemma's embedding is scaled, by a buffer, and tied to the head.
+# Our own code, and transformers'; Gemma's embedding is scaled, by a buffer, and tied to the LM head.
 @pytest.mark.parametrize("family", ["llama", "phi", "gemma"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_first_step_is_that_of_full_training(tmp_path, family, dtype, part, autocast):

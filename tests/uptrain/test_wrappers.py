@@ -81,14 +81,14 @@ def test_logits_of_a_text_are_those_of_the_whole_model(tmp_path, family):
         torch.testing.assert_close(ours(ids), scale * theirs(input_ids=ids).logits, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("head", ["lm_head.", "language_model.lm_head."])
+@pytest.mark.parametrize("lm_head", ["lm_head.", "language_model.lm_head."])
 @pytest.mark.parametrize("body", ["language_model.model.", "model.language_model."])
-def test_both_spellings_of_names_are_read(tmp_path, body, head):
+def test_both_spellings_of_names_are_read(tmp_path, body, lm_head):
     folder, ids = tiny.save(tiny.build("llava"), tmp_path / "model"), random_ids()
     expected = load_model(folder)(ids)
 
     def spelled(name):
-        return name.replace("language_model.lm_head.", head).replace("language_model.model.", body)
+        return name.replace("language_model.lm_head.", lm_head).replace("language_model.model.", body)
 
     rewrite(folder, lambda weights: {spelled(name): tensor for name, tensor in weights.items()})
     assert torch.equal(load_model(folder)(ids), expected)
@@ -198,16 +198,16 @@ def flat(text):
 
 
 @pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
-def test_a_stored_tied_head_is_exported_in_the_dtype_of_its_embedding(inputs, tmp_path, uptrain, family):
+def test_a_stored_tied_lm_head_is_exported_in_the_dtype_of_its_embedding(inputs, tmp_path, uptrain, family):
     """As files have it that were made of a state dict."""
     model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2)
     folder, out = tiny.save(model, tmp_path / "model", "float16"), tmp_path / "out"
-    head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
-    rewrite(folder, lambda weights: {**weights, head: weights[embedding].clone()})
+    lm_head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    rewrite(folder, lambda weights: {**weights, lm_head: weights[embedding].clone()})
     tie(folder)
     drive([{"arguments": arguments({**inputs, "model": folder}, tmp_path / "run", steps=4)}])
     uptrain("export", tmp_path / "run", out).succeeded()
-    assert {tiny.tensors(out)[name].dtype for name in (head, embedding)} == {torch.bfloat16}
+    assert {tiny.tensors(out)[name].dtype for name in (lm_head, embedding)} == {torch.bfloat16}
     uptrain("evaluate", out, "--data", inputs["held_out"]).succeeded()
 
 
@@ -254,37 +254,37 @@ def test_a_model_that_is_not_causal_is_refused(inputs, tmp_path, uptrain, conver
 
 
 @pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
-def test_a_head_that_contradicts_the_config_is_refused(tmp_path, family):
+def test_an_lm_head_that_contradicts_the_config_is_refused(tmp_path, family):
     """config.json ties it to the embedding, and the files hold another."""
     folder = tie(tiny.save(tiny.build(family), tmp_path / "model"))
 
-    def with_other_head(weights):
+    def with_other_lm_head(weights):
         embedding = weights["language_model.model.embed_tokens.weight"]
         return {**weights, "language_model.lm_head.weight": embedding + 1}
 
     named = r"language_model\.lm_head\.weight differs .* set text_config\.tie_word_embeddings to false"
     with pytest.raises(CheckpointError, match=named):
-        load_model(rewrite(folder, with_other_head))
+        load_model(rewrite(folder, with_other_lm_head))
     tie(folder, inner=False)
     load_model(folder)
 
 
 @pytest.mark.parametrize("family", [*KINDS.values(), "mistral3", "janus"])
-def test_if_only_the_wrapper_ties_the_head_a_stored_one_is_used(inputs, tmp_path, uptrain, family):
-    """Version 5 of transformers saves such configs of models with a head of their own, and of others without one."""
+def test_if_only_the_wrapper_ties_the_lm_head_a_stored_one_is_used(inputs, tmp_path, uptrain, family):
+    """Version 5 of transformers saves such configs of models with an LM head of their own, and of others without."""
     folder, ids = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family), random_ids()
     tie(folder, inner=False)
     of_body = next(name for name in tiny.tensors(folder) if name.endswith("embed_tokens.weight"))
-    head = "language_model.lm_head.weight" if of_body.startswith("language_model.") else "lm_head.weight"
-    rewrite(folder, lambda weights: {**weights, head: weights[of_body].flip(0)})
+    lm_head = "language_model.lm_head.weight" if of_body.startswith("language_model.") else "lm_head.weight"
+    rewrite(folder, lambda weights: {**weights, lm_head: weights[of_body].flip(0)})
     untied = load_model(folder)(ids)
     torch.testing.assert_close(untied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
     uptrain("evaluate", folder, "--data", inputs["held_out"]).succeeded()
     run = tmp_path / "run"
     drive([{"arguments": arguments({**inputs, "model": folder}, run, "--activation-checkpointing", steps=4)}])
     uptrain("export", run, tmp_path / "out").succeeded()
-    assert torch.equal(tiny.tensors(tmp_path / "out")[head], tiny.tensors(folder)[head])
-    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != head})
+    assert torch.equal(tiny.tensors(tmp_path / "out")[lm_head], tiny.tensors(folder)[lm_head])
+    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != lm_head})
     tied = load_model(folder)(ids)
     torch.testing.assert_close(tied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
     assert not torch.equal(tied, untied)
@@ -292,7 +292,7 @@ def test_if_only_the_wrapper_ties_the_head_a_stored_one_is_used(inputs, tmp_path
 
 
 @pytest.mark.parametrize("family", KINDS.values(), ids=KINDS)
-def test_a_bias_of_the_head_is_refused(tmp_path, family):
+def test_a_bias_of_the_lm_head_is_refused(tmp_path, family):
     """No language model here has one, so it would be left out."""
     folder = tiny.save(tiny.build(family, tie_word_embeddings=False), tmp_path / "model")
     rewrite(folder, lambda weights: {**weights, "lm_head.bias": torch.ones(67)})
@@ -338,7 +338,7 @@ def test_the_original_of_a_language_model_inside_is_found():
 
 
 def tie(folder, inner=True):
-    """Tie head and embedding in a wrapper's config, and in its language model's if `inner`; return the folder."""
+    """Tie LM head and embedding in a wrapper's config, and in its language model's if `inner`; return the folder."""
     text = json.loads((folder / "config.json").read_text())["text_config"]
     tiny.edit_config(folder, tie_word_embeddings=True, text_config={**text, "tie_word_embeddings": inner})
     return folder

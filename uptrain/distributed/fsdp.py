@@ -65,7 +65,7 @@ def place_teacher(
     layers: Sequence[nn.Module],
     owners_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
 ) -> None:
-    """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and head.
+    """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and LM head.
 
     Layers are moved from the CPU one at a time, since the device may be too small for the whole model. `owners_of`
     returns the student's layers whose parameters a layer uses.

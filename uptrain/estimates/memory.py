@@ -24,7 +24,7 @@ from model.language_model import open_language_model
 from uptrain.estimates.parameter_counts import (
     count_by_layer,
     count_gathered,
-    count_head,
+    count_lm_head,
     count_outside_layers,
     count_parameters,
     without_buffers,
@@ -94,8 +94,8 @@ class Memory:
     logits: int
     """A chunk of the LM head's logits, and its gradient in float32."""
     gathered: int
-    """Bytes that FSDP2 gathers at once: embedding and head of student and teacher, two layers of the student and one of
-    the teacher, without what the teacher shares. Added are the gradients that it reduces, if they take more than the
+    """Bytes that FSDP2 gathers at once: embedding and LM head of student and teacher, two layers of the student and one
+    of the teacher, without what the teacher shares. Added are the gradients that it reduces, if they take more than the
     activations and logits, which are freed before."""
 
     def replicated(self) -> int:
@@ -199,8 +199,8 @@ class MemoryEstimator:
         shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - wide
         stored = BITS[common_dtype(self.tensors)] // 8
         activations, logits = self._activation_bytes(chosen), self._logit_bytes(tokens)
-        head = count_head(trained) if is_native(self.config) else 0
-        logits += GRADIENT_BYTES * head
+        lm_head = count_lm_head(trained) if is_native(self.config) else 0
+        logits += GRADIENT_BYTES * lm_head
         return Memory(
             frozen=stored * count_parameters(set(frozen) - wide) + MASTER_BYTES * count_parameters(wide),
             masters=MASTER_BYTES * n_trained,
@@ -212,7 +212,7 @@ class MemoryEstimator:
             activations=activations,
             logits=logits,
             gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - shared, 1))
-            + self._reduced_bytes(trained, head, activations, logits),
+            + self._reduced_bytes(trained, lm_head, activations, logits),
         )
 
     def host(self, needed: Memory) -> int:
@@ -286,19 +286,19 @@ class MemoryEstimator:
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
 
-    def _reduced_bytes(self, trained: list[TensorInfo], head: int, activations: int, logits: int) -> int:
+    def _reduced_bytes(self, trained: list[TensorInfo], lm_head: int, activations: int, logits: int) -> int:
         """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
 
         A reduced gradient takes three buffers: as computed, in float32 for the reduction, and this device's shard of
         the result. The largest of three moments counts: in the loss, in the backward pass of the last layer, and at its
-        end, when embedding and head are reduced together. `head`: parameters of a head whose gradient the loss
-        computes.
+        end, when embedding and LM head are reduced together. `lm_head`: parameters of an LM head whose gradient the
+        loss computes.
         """
         width = COMPUTE_BYTES[self.precision]
         reduced = int(width + GRADIENT_BYTES + LARGEST_SHARD * GRADIENT_BYTES)
-        copy_of_head = width * head
-        in_loss = activations + logits + (copy_of_head if width < GRADIENT_BYTES else 0)
-        in_last_layer = activations + copy_of_head + reduced * max(count_by_layer(trained).values(), default=0)
+        copy_of_lm_head = width * lm_head
+        in_loss = activations + logits + (copy_of_lm_head if width < GRADIENT_BYTES else 0)
+        in_last_layer = activations + copy_of_lm_head + reduced * max(count_by_layer(trained).values(), default=0)
         at_the_end = reduced * count_outside_layers(trained)
         return max(in_loss, in_last_layer, at_the_end) - activations - logits
 

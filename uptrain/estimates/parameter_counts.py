@@ -21,7 +21,7 @@ def count_multiplied(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -
     """Return the number of parameters that a token is multiplied by: without lookups, and experts that it does not use.
 
     Of the matrices outside layers, embeddings are looked up, and the largest is the LM head, or the embedding that is
-    also the head.
+    also the LM head.
     """
     parameters = without_buffers(tensors)
     matrices = [prod(x.shape) for x in parameters if layer_number(x.name) is None and len(x.shape) == 2]
@@ -52,7 +52,7 @@ def count_outside_layers(tensors: Iterable[TensorInfo]) -> int:
     return sum(prod(tensor.shape) for tensor in tensors if layer_number(tensor.name) is None)
 
 
-def count_head(trained: Iterable[TensorInfo]) -> int:
+def count_lm_head(trained: Iterable[TensorInfo]) -> int:
     """Return the number of the LM head's parameters if it is trained, or is an embedding that is."""
     return max((prod(x.shape) for x in trained if layer_number(x.name) is None and len(x.shape) == 2), default=0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
-from model.completeness import check_head
+from model.completeness import check_lm_head
 from model.language_model import open_language_model, read_language_config
 from uptrain.budget.budget import (
     Budget,
@@ -170,12 +170,12 @@ def _warnings(run: _Run, data_use: dict[str, Any] | None) -> list[str]:
 
 
 def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
-    """Raise InputError for models that `uptrain run` refuses: without a head, of other vocabularies or formats."""
+    """Raise InputError for models that `uptrain run` refuses: without an LM head, of other vocabularies or formats."""
     folders = [model, *([teacher] if teacher else [])]
     sizes = [read_language_config(folder).get("vocab_size") for folder in folders]
     for folder, vocab_size in zip(folders, sizes, strict=True):
         with open_language_model(folder) as checkpoint:
-            check_head(checkpoint)
+            check_lm_head(checkpoint)
         if isinstance(vocab_size, int):  # a config may leave out the default of its class
             check_embedding_rows(folder, vocab_size)
     if isinstance(sizes[0], int) and isinstance(sizes[-1], int):

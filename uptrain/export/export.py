@@ -9,7 +9,7 @@ import numpy as np
 
 from model.checkpoint import Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.formats.dcp.reader import DistributedFolder
-from model.checkpoint.hf_folder import INDEX, json_text, list_files, read_config
+from model.checkpoint.hf_folder import INDEX, list_files, read_config
 from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_text, name_shards
@@ -19,6 +19,7 @@ from model.common.errors import InputError
 from model.common.file_names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.common.files import copy_file, sync_tree, write_file
 from model.common.staging import new_folder
+from model.common.typed_json import json_text
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import THEIRS

@@ -8,7 +8,7 @@ from typing import Any
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError, prefix_path
 from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
-from model.completeness import check_head
+from model.completeness import check_lm_head
 from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
@@ -34,11 +34,11 @@ def check_models(
         for seq_len in seq_lens:
             with prefix_path(folder):
                 check_packing(each, seq_len)
-        check_embedding_rows(folder, each.head_weight.shape[0])
+        check_embedding_rows(folder, each.lm_head_weight.shape[0])
     if model and trainable != "all":
         make_trainable(models[0], trainable, rank, model)
     if len(models) == 2:
-        check_same_vocab_size(models[0].head_weight.shape[0], models[1].head_weight.shape[0], str(teacher))
+        check_same_vocab_size(models[0].lm_head_weight.shape[0], models[1].lm_head_weight.shape[0], str(teacher))
 
 
 def check_lm_heads(folders: Iterable[Path]) -> None:
@@ -46,7 +46,7 @@ def check_lm_heads(folders: Iterable[Path]) -> None:
     for folder in folders:
         read_config(folder)  # refuses other formats
         with open_language_model(folder) as checkpoint:
-            check_head(checkpoint)
+            check_lm_head(checkpoint)
 
 
 def check_packing(model: LanguageModel, seq_len: int) -> None:
@@ -89,7 +89,7 @@ def _have_equal_vocabularies(one: Path, other: Path) -> bool:
 def check_exportable(folder: Path, part: str) -> None:
     """Raise InputError if parameters of a part have other names in memory than in the files: it could not be exported.
 
-    transformers 5 joins experts and renames the head of GPT-NeoX, unless it is tied. With adapters, all names count.
+    transformers 5 joins experts and renames the LM head of GPT-NeoX, unless it is tied. With adapters, all names count.
     """
     pattern = part_pattern(part, read_language_config(folder))
     shapes, prefix = tensor_shapes(folder)

@@ -173,7 +173,7 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
 def stored_names(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return a table, name in a training checkpoint → names in the folder's files, of parameters and stored buffers.
 
-    Most have one name. transformers holds some tensors under other names, such as routers and GPT-NeoX's head, and
+    Most have one name. transformers holds some tensors under other names, such as routers and GPT-NeoX's LM head, and
     joins the experts of a layer: a parameter of experts has the names of all tensors of its layer that no other has.
     """
     shapes, prefix = tensor_shapes(folder)

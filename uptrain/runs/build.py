@@ -78,7 +78,7 @@ def build(settings: Settings, student: LanguageModel, context: RunContext, saved
     cache = TokenCache.open(Path(settings.data))
     eval_cache = TokenCache.open(Path(settings.eval_data)) if settings.eval_data else None
     caches = [opened for opened in (cache, eval_cache) if opened]
-    vocab_size = student.head_weight.shape[0]
+    vocab_size = student.lm_head_weight.shape[0]
     on_main(accelerator, lambda: check_caches(caches, vocab_size))
     for opened in caches:
         check_packing(student, opened.seq_len)
@@ -143,7 +143,7 @@ def _build_teacher(
         lambda: load_teacher(path, settings.precision, skip=owners),
         lambda: uninitialized_teacher(path, settings.precision),
     )
-    check_same_vocab_size(student.head_weight.shape[0], teacher.head_weight.shape[0], settings.teacher)
+    check_same_vocab_size(student.lm_head_weight.shape[0], teacher.lm_head_weight.shape[0], settings.teacher)
     shared_bytes = share(owners, teacher, dtype)
     layers = decoder_layers(student)
     place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: owner_layers(layer, layers))

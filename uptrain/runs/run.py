@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from model.checkpoint.hf_folder import json_text
 from model.common.console import echo, format_bytes, warn
 from model.common.counts import counted, format_count
 from model.common.errors import InputError
@@ -30,6 +29,7 @@ from model.common.file_lock import FileLock
 from model.common.file_names import RUN_JSON
 from model.common.files import replace_file
 from model.common.processes import pid_namespace, process_start
+from model.common.typed_json import json_text
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints

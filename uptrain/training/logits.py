@@ -39,12 +39,12 @@ def chunk_logits(
     """
     if isinstance(model, TransformersModel):
         return WholeLogits(whole_logits(model, batch)[wanted_N])
-    return ChunkLogits(hidden_states(model, batch)[wanted_N], model.head_weight, max_tokens)
+    return ChunkLogits(hidden_states(model, batch)[wanted_N], model.lm_head_weight, max_tokens)
 
 
 def tokens_per_chunk(model: LanguageModel) -> int:
     """Return how many tokens a chunk has where its logits are computed without gradients, at least 1."""
-    return max(1, _CHUNK_LOGITS // len(model.head_weight))
+    return max(1, _CHUNK_LOGITS // len(model.lm_head_weight))
 
 
 def micro_batch_without_gradients(model: LanguageModel, seq_len: int) -> int:
@@ -54,7 +54,7 @@ def micro_batch_without_gradients(model: LanguageModel, seq_len: int) -> int:
     """
     n = default_micro_batch(seq_len)
     if isinstance(model, TransformersModel):
-        return min(n, max(1, _WHOLE_LOGITS // (seq_len * len(model.head_weight))))
+        return min(n, max(1, _WHOLE_LOGITS // (seq_len * len(model.lm_head_weight))))
     return n
 
 

@@ -1,6 +1,6 @@
 """Wrap the student and its loss in one module, so that DDP and FSDP see one forward pass.
 
-Within this forward pass the head's matrix is unsharded, also under FSDP.
+Within this forward pass the LM head's matrix is unsharded, also under FSDP.
 """
 
 import torch

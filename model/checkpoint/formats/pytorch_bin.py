@@ -8,7 +8,7 @@ from model.checkpoint.interface import Checkpoint
 from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.checkpoint.tied import without_tied_head
+from model.checkpoint.tied import without_tied_lm_head
 
 
 class BinFolder(Checkpoint):
@@ -29,7 +29,7 @@ class BinFolder(Checkpoint):
         check_index(path / PYTORCH.index, files, table)
         self._stored = {name: stored for tensors in files.values() for name, stored in tensors.items()}
         self.tensors = {name: TensorInfo(name, stored.dtype, stored.shape) for name, stored in self._stored.items()}
-        self.tensors = without_tied_head(self)
+        self.tensors = without_tied_lm_head(self)
         groups = [[self.tensors[name] for name in tensors if name in self.tensors] for tensors in files.values()]
         self.shards = name_shards([group for group in groups if group], {})
 

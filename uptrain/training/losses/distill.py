@@ -18,7 +18,7 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
     if needs_whole_logits(student, teacher):
         return kl_of_logits(whole_logits(student, batch), teacher, batch)
     student_NM, kl = run_models(student, teacher, batch)
-    return chunked_loss(student_NM, student.head_weight, batch.has_target_N, kl)
+    return chunked_loss(student_NM, student.lm_head_weight, batch.has_target_N, kl)
 
 
 def needs_whole_logits(student: LanguageModel, teacher: LanguageModel | None) -> bool:
@@ -42,5 +42,5 @@ def run_models(
     with torch.no_grad():
         teacher_NM = hidden_states(teacher, batch)
     student_NM = hidden_states(student, batch)
-    size = chunk_size(len(student_NM), student_NM.shape[1], len(student.head_weight))
-    return student_NM, kl_of_chunks(teacher_NM, teacher.head_weight, size)
+    size = chunk_size(len(student_NM), student_NM.shape[1], len(student.lm_head_weight))
+    return student_NM, kl_of_chunks(teacher_NM, teacher.lm_head_weight, size)

@@ -18,11 +18,11 @@ def loss_sum(student: LanguageModel, teacher: LanguageModel | None, batch: Batch
         return (next_token + kl_of_logits(logits_NV, teacher, batch)) / 2
     student_NM, kl = run_models(student, teacher, batch)
     both = _mean(cross_entropy_of_chunks(batch.targets_N), kl)
-    return chunked_loss(student_NM, student.head_weight, batch.has_target_N, both)
+    return chunked_loss(student_NM, student.lm_head_weight, batch.has_target_N, both)
 
 
 def _mean(first: LossAndGradient, second: LossAndGradient) -> LossAndGradient:
-    """Return the mean of two losses of the same logits. One gradient of the logits leads to one of head and states."""
+    """Return the mean of two losses of the same logits. One gradient of these leads to one of LM head and states."""
 
     def loss_and_gradient(chunk: slice, logits_CV: Tensor) -> Tensor:
         copy_CV = logits_CV.clone()

@@ -2,7 +2,7 @@
 
 torchtitan has the names of Meta's Llama, and the same rotary order of Q and K rows (pytorch/torchtitan,
 `models/llama3/state_dict_adapter.py`). Since version 0.5 q, k and v are in `attention.qkv_linear`, possibly fused, and
-the head is `lm_head` (`protocols/state_dict_adapter.py`). Some versions saved the buffer `freqs_cis`
+the LM head is `lm_head` (`protocols/state_dict_adapter.py`). Some versions saved the buffer `freqs_cis`
 (`components/checkpoint.py`). OLMo-core's models have Hugging Face's rotary order. Its names are known for OLMo 2 and 3,
 whose norms follow attention and MLP (allenai/OLMo-core, `nn/hf/convert.py`).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.formats.expected_shapes import Shape
-from model.checkpoint.formats.meta_llama.model_parallel import FUSED_PARTS, INTERLEAVED, LAYER, TOP
+from model.checkpoint.formats.meta_llama.names import FUSED_PARTS, INTERLEAVED, LAYER, TOP
 from model.checkpoint.tied import EMBEDDING, EMBEDDINGS
 from model.common.errors import CheckpointError
 

@@ -23,9 +23,10 @@ from model.checkpoint.formats.torch_file import DTYPES, TORCH_READER_BYTES, read
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.checkpoint.tied import without_tied_head
+from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
 from model.common.files import allow_open_files
+from model.common.typed_json import json_text
 
 
 class DistributedFolder(Checkpoint):
@@ -59,13 +60,13 @@ class DistributedFolder(Checkpoint):
         self._parts = model
         self._stored = {name: _assemble(path, part.name, part.entry, files) for name, part in model.items()}
         self.tensors = {name: TensorInfo(name, DTYPES[part.entry.dtype], part.shape) for name, part in model.items()}
-        self.tensors = without_tied_head(self)
+        self.tensors = without_tied_lm_head(self)
         # The config is another folder's: training keeps float32 weights of a bfloat16 model, for example.
         settings = dtype_settings(self.tensors.values())
         changed = {key: name for key, name in settings.items() if self.config.get(key) not in (None, name)}
         if changed:
             self.config |= changed
-            self.config_text = hf_folder.json_text(self.config)
+            self.config_text = json_text(self.config)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         is_above = self._config_folder in path.absolute().parents
         only = hf_folder.MODEL_FILES if is_above else ("*",)

@@ -9,7 +9,7 @@ from model.checkpoint.formats.dcp.metadata import Entry
 from model.checkpoint.formats.dcp.names import TRAINING_STATE, FrameworkNames, layer_norms
 from model.checkpoint.formats.expected_shapes import Shape, expected_shapes
 from model.checkpoint.formats.torch_file import DTYPES, check_name
-from model.checkpoint.tied import HEAD
+from model.checkpoint.tied import LM_HEAD
 from model.common.checks import config_size
 from model.common.errors import CheckpointError
 
@@ -109,7 +109,7 @@ def renamed(
             is_interleaved = any(f".{part}." in new for part in framework.interleaved)
             parts[new] = ModelTensor(name, entry, model.shapes[new], model.head_dim, selection, is_interleaved)
     for name in model.shapes:
-        if name not in parts and not (name == HEAD and config.get("tie_word_embeddings") is True):
+        if name not in parts and not (name == LM_HEAD and config.get("tie_word_embeddings") is True):
             raise CheckpointError(
                 f"{path} lacks the tensor for {name}; it is incomplete, or config.json is another model's."
             )

@@ -182,7 +182,7 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:  # fmt: skip
     if factors is not None:
         _check_no_scaling(keys)
-        return _llama3_scaling(keys.path, factors, head_dim, theta)
+        return _scaling_from_factors(keys.path, factors, head_dim, theta)
     kind = keys.fields.get(f"{keys.architecture}.rope.scaling.type", "linear")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -197,7 +197,7 @@ def _rope_scaling(
     )
 
 
-def _llama3_scaling(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
+def _scaling_from_factors(path: Path, factors: Array, head_dim: int, theta: float) -> dict[str, Any]:
     """Recover Llama 3.1's RoPE scaling from the per-frequency factors that llama.cpp stores.
 
     All released Llama 3.1 to 3.3 models use low 1, high 4 and an original context of 8192. Raises CheckpointError for

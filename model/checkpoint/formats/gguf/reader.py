@@ -20,12 +20,13 @@ from model.checkpoint.formats import rope_order
 from model.checkpoint.formats.gguf.config import ROPE_FACTORS, ArchitectureKeys, build_config, generation_config
 from model.checkpoint.formats.gguf.header import StoredTensor, read_header
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
-from model.checkpoint.hf_folder import json_text, refuse_lfs_pointer
+from model.checkpoint.hf_folder import refuse_lfs_pointer
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown
+from model.common.typed_json import json_text
 
 NOT_QUANTISED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 

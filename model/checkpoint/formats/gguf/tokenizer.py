@@ -9,9 +9,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.hf_folder import json_text
 from model.common.checks import is_whole_number, short_repr
 from model.common.errors import CheckpointError
+from model.common.typed_json import json_text
 
 MAX_TOKEN = 1024
 """Limit of the characters of a token. The time to find merges grows with the square of a token's length."""

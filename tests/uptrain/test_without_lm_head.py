@@ -9,7 +9,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from model.checkpoint import open_checkpoint
-from model.completeness import has_head
+from model.completeness import has_lm_head
 
 NOTHING_TO_PREDICT = "has no language-model head: it lacks the tensor lm_head.weight"
 CLASSES = [
@@ -59,7 +59,7 @@ def type_name(folder):
     return json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
-def test_a_parent_without_a_head_is_no_teacher(uptrain, tmp_path):
+def test_a_parent_without_an_lm_head_is_no_teacher(uptrain, tmp_path):
     student = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "student"), 300)
     teacher = make_source("llama", AutoModel, tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("A folder. " * 1000)
@@ -70,7 +70,7 @@ def test_a_parent_without_a_head_is_no_teacher(uptrain, tmp_path):
 
 @pytest.mark.parametrize("family", tiny.FITTED)
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_causal_language_model_has_a_head(tmp_path, family, tied):
+def test_every_causal_language_model_has_an_lm_head(tmp_path, family, tied):
     folder = tiny.save(tiny.build(family, tie_word_embeddings=tied), tmp_path / "source")
     with open_checkpoint(folder) as checkpoint:
-        assert has_head(checkpoint)
+        assert has_lm_head(checkpoint)
