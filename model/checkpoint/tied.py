@@ -21,6 +21,11 @@ TIED_PAIRS = (
 )
 """The pairs of tensors that may be equal, in the names of all families."""
 EMBEDDINGS = tuple(dict.fromkeys(embedding for embedding, _ in TIED_PAIRS))
+TIED_BY_DEFAULT = (
+    "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3_text", "mpt", "mt5", "smollm3", "starcoder2",
+    "t5", "t5_gqa",
+)  # fmt: skip
+"""The families whose class ties the two if the config does not have `tie_word_embeddings`."""
 
 
 def without_tied_lm_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
@@ -29,7 +34,8 @@ def without_tied_lm_head(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     An LM head that differs is kept: the model may have been trained so. transformers 5 then uses both, and version 4
     the embedding.
     """
-    if checkpoint.config.get("tie_word_embeddings") is not True:
+    is_tied = checkpoint.config.get("tie_word_embeddings", checkpoint.config.get("model_type") in TIED_BY_DEFAULT)
+    if is_tied is not True:
         return checkpoint.tensors
     tied = {copy for embedding, copy in TIED_PAIRS if _are_equal(checkpoint, embedding, copy)}
     return {name: tensor for name, tensor in checkpoint.tensors.items() if name not in tied}

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch_files import assert_same_conversion, bits, save_bins, write_bin
+from transformers import AutoConfig
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.tied import TIED_BY_DEFAULT
+from model.families import FAMILIES
+from model.families.family import Family
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -53,6 +57,13 @@ def test_an_lm_head_goes_only_where_the_config_ties_it_and_it_is_the_embedding(c
     assert ("lm_head.weight" in out) != (tied is True and how != "different")
     assert torch.equal(out.get("lm_head.weight", tensors["lm_head.weight"]), tensors["lm_head.weight"])
     assert torch.equal(out["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_which_classes_tie_by_default():
+    own = {"gpt_neox_gqa": False, "t5_gqa": True}  # defined by code that an output brings along
+    families = [name for name, family in FAMILIES.items() if isinstance(family, Family)]
+    defaults = {name: own[name] if name in own else AutoConfig.for_model(name).tie_word_embeddings for name in families}
+    assert defaults == {name: name in TIED_BY_DEFAULT for name in families}
 
 
 def test_a_shard_with_nothing_but_the_tied_lm_head_disappears(convert, tmp_path):

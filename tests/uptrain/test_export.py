@@ -65,6 +65,18 @@ def test_a_model_that_transformers_runs(tmp_path, uptrain, family, changes):
     opened(tmp_path / "out")
 
 
+def test_an_embedding_that_the_class_ties_by_default_is_written_once(tmp_path, uptrain):
+    inputs, run = make_inputs(tmp_path), tmp_path / "run"
+    inputs["model"] = tiny.save(tiny.build("gemma2", vocab_size=VOCAB, num_key_value_heads=2), tmp_path / "gemma2")
+    config = json.loads((inputs["model"] / "config.json").read_text())
+    del config["tie_word_embeddings"]  # as in the published checkpoints
+    (inputs["model"] / "config.json").write_text(json.dumps(config))
+    drive([{"arguments": arguments(inputs, run, steps=4)}])
+    uptrain("export", run, tmp_path / "out").succeeded()
+    assert tiny.tensors(tmp_path / "out").keys() == tiny.tensors(inputs["model"]).keys()
+    opened(tmp_path / "out")
+
+
 @pytest.mark.parametrize("part", ["all", "attention", "lora"])
 def test_buffers_that_the_files_hold(tmp_path, uptrain, part):
     """Apertus has two numbers of its activation as buffers without dimensions."""
