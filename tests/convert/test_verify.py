@@ -86,8 +86,7 @@ def test_an_interrupt_leaves_the_rest_unread(source, out, monkeypatch):
     monkeypatch.setattr(console, "progress_bar", interrupt)
     with open_checkpoint(source) as checkpoint:
         with pytest.raises(KeyboardInterrupt):
-            verify.verify(checkpoint, out, 1)
-        time.sleep(0.5)
+            verify.verify(checkpoint, out, 1)  # its threads have ended then
         assert len(compared) < len(checkpoint.tensors) / 2
 
 

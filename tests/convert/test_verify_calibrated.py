@@ -124,6 +124,28 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, parent, tmp_
     assert (result.code, f"{name} differs" in result.err, "has SHA-256" in result.err) == (3, True, False)
 
 
+@pytest.mark.parametrize(
+    ("elements", "difference", "code"),
+    [((2, 1), 0.2, 0), ((2, 1), 0.3, 3), (..., 0.004, 0), (..., 0.03, 3)],
+)
+def test_how_far_an_element_and_a_tensor_may_differ(convert, parent, tmp_path, elements, difference, code):
+    """By 0.25 of the tensor's root mean square, and by 0.01 of its norm, both beyond a step of bfloat16."""
+    out, name = tmp_path / "out", "model.layers.1.self_attn.q_proj.weight"
+    convert("mha-to-gqa", parent, out, "--groups", 2, *FIT).succeeded()
+
+    def edit(tensors):
+        exact = tensors[name].double()
+        assert exact.numel() > 1 / 0.04**2, "an element at its limit must not bring the tensor to its own"
+        rms = exact.square().mean().sqrt()
+        changed = exact * (1 + 2**-7) + difference * rms * exact.sign()
+        exact[elements] = changed[elements]
+        tensors[name] = exact.to(tensors[name].dtype)
+
+    rewrite(out, edit)
+    sign(out)
+    assert convert("verify", parent, out).code == code
+
+
 @pytest.mark.parametrize("name", ["hub:evil/data", "text.txt", "../text.txt"])
 def test_verify_opens_no_text_that_only_out_names(convert, parent, tmp_path, prose, name, monkeypatch):
     """It may come from anybody."""

@@ -14,7 +14,51 @@ from commands import MEAN, left_behind
 from model.common.errors import CheckpointError
 from model.common.staging import Staging
 
+# What is on the disk when OUT appears
+
+
+@pytest.mark.parametrize("name", ["convert", "export"])
+def test_all_is_on_the_disk_before_out_appears(writers, tmp_path, monkeypatch, name):
+    """A kill keeps what the kernel has not written yet, so tests of kills cannot show this.
+
+    (`prepare` writes shards in other processes, whose calls are not seen here.)
+    """
+    out, synced, unsynced, fsync, rename = tmp_path / "out", set(), [], os.fsync, Path.rename
+
+    def record(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(path, target):
+        if Path(target) == out:
+            unsynced.extend(file.name for file in (path, *path.rglob("*")) if file.stat().st_ino not in synced)
+            synced.discard(tmp_path.stat().st_ino)  # it holds the new name only after the rename
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "rename", check)
+    writers[name][0]().succeeded()
+    assert out.exists()
+    assert unsynced == []
+    assert tmp_path.stat().st_ino in synced
+
+
 # --overwrite, killed
+
+
+def test_the_old_out_is_back_where_the_new_one_cannot_take_its_place(convert, source, tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", Path.rename
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    before = tiny.snapshot(out)
+
+    def fail(path, target):
+        if path.name == "folder":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    assert convert("mha-to-gqa", source, out, "--method", "first", "--groups", 4, "--overwrite").code == 1
+    assert tiny.snapshot(out) == before
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from calibrated import FIT
 from tiny_tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,13 @@ def test_kernels_of_the_hub_are_not_fetched(tmp_path, config):
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     with pytest.raises(CheckpointError, match=r"evil/kernel.*never run"):
         build_hf_model(folder, None)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
+def test_calibrating_fetches_no_kernel(convert, tmp_path, key):
+    source = make_tokenizer(tiny.save(tiny.build("olmo2", vocab_size=300), tmp_path / "source"), 300)
+    tiny.edit_config(source, **{key: "evil/kernel"})
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, *FIT).refused("evil/kernel", "never run")
 
 
 # The source itself

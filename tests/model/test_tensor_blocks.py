@@ -33,7 +33,7 @@ def test_against_painting(seed):
 def test_many_blocks_in_a_line(axis):
     blocks = [TensorBlock((i, 0) if axis == 0 else (0, i), np.zeros((1, 1))) for i in range(20_000)]
     shape = (20_000, 1) if axis == 0 else (1, 20_000)
-    started = time.monotonic()
+    started = time.process_time()
     assert fill_exactly(blocks, shape)
     assert not fill_exactly([*blocks[:-1], blocks[0]], shape)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5

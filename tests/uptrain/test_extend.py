@@ -37,6 +37,13 @@ def test_its_record(uptrain, inputs, tmp_path):
     assert kept.count(True) == 1, "the one that was copied gave way to its own"
 
 
+def test_the_longer_run_begins_with_the_metrics_up_to_its_checkpoint(uptrain, inputs, tmp_path):
+    short, longer = tmp_path / "short", tmp_path / "longer"
+    uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
+    extend.extend(short, longer, 8)
+    assert [step for (step,) in real_runs.steps(longer)] == [1, 2, 3, 4]  # the decay begins at 4
+
+
 def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()

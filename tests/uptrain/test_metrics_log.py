@@ -90,6 +90,8 @@ def held_out(*values):
     [
         (held_out(3.0, 4.0, 2.9), None),
         (held_out(3.0, 2.0, 3.1), "held-out loss rose from 3.0000 to 3.1000"),
+        (held_out(3.0, 3.009), None),
+        (held_out(3.0, 3.011), "held-out loss rose from 3.0000 to 3.0110"),
         (taught((3.0, 0.5), (3.1, 0.2)), None),
         (taught((3.0, 0.5), (3.1, 0.6)), "held-out loss rose from 3.0000 to 3.1000"),
         (held_out(3.0, None), "to a number that is not finite"),

@@ -214,6 +214,7 @@ def test_invalid_reports_are_refused(tmp_path, uptrain):
         (with_teacher(0, 5.0), with_teacher(9, 6.5), -0.5),
         (with_teacher(0, 2.0), with_teacher(9, 2.0), None),  # conversion had cost nothing
         (with_teacher(0, 2.009), with_teacher(9, 1.7), None),  # nothing measurable, though training gained
+        (with_teacher(0, 2.015625), with_teacher(9, 2.0), 1.0),
         (with_teacher(0, 1.9), with_teacher(9, 1.7), None),
         (with_teacher(0, 2.0625), with_teacher(9, 1.75), 5.0),
         (with_teacher(3, 5.0), with_teacher(9, 4.0), None),  # what it had cost is not known

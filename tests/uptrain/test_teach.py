@@ -156,6 +156,20 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_what_else_lies_in_the_staging_area_stays_out(uptrain, inputs, teach, tmp_path, monkeypatch):
+    def fail(*given):
+        raise OSError("the disk is away")
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("uptrain.teach._publish", fail)
+        assert uptrain(*teach_arguments(inputs, out)).code == 1
+    (tmp_path / ".out.groupwise/folder/stray.bin").write_bytes(b"left by a killed command")
+    teach(out)
+    files = {name for shard in LogitsManifest.parse(out).shards for name in shard.files}
+    assert {path.name for path in out.iterdir()} == {"manifest.json", *files}
+
+
 def test_all_shards_have_one_precision(uptrain, inputs, tmp_path, monkeypatch):
     """What a GPU began in bfloat16 goes on so on a CPU; parts that two devices began are not joined."""
     monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
