@@ -86,7 +86,7 @@ def generation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def refuse(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
+def refuse_path(convert: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
     """Convert what is at a path, and check the refusal: one line with all words."""
 
     def run(path: Path, *words: str) -> None:

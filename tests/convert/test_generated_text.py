@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny
-from other_families import t5
+from families_without_gqa import t5
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from damage import edit_tensors, rewrite, sign
+from damage import edit_tensors, record_sha256, rewrite
 from latent import divergence
 from latent_reference import attend
 from safetensors.torch import load_file
@@ -90,7 +90,7 @@ def test_verify_finds_a_worse_layer(convert, source, tmp_path, part):
     out = tmp_path / "out"
     convert("mha-to-mla", source, out, *QUICK, "--max-shard-size", "1GB").succeeded()
     rewrite(out, lambda tensors: tensors[f"model.layers.1.self_attn.{part}.weight"].mul_(1.5))
-    sign(out)
+    record_sha256(out)
     result = convert("verify", source, out)
     assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny
 import torch
-from damage import rewrite, sign
+from damage import record_sha256, rewrite
 from equivalent_heads import equivalent_mha, for_stock_class, logits, share_heads
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
@@ -102,7 +102,7 @@ def test_verify_forgives_rounding_and_nothing_more(convert, tmp_path, method):
         changed = original.clone()
         changed[3, 4] += share * typical
         rewrite(out, lambda tensors, changed=changed: tensors.update({name: changed}))
-        sign(out)
+        record_sha256(out)
         result = convert("verify", source, out, "--json")
         assert result.code == code, (share, result.err)
         report = json.loads(result.out)

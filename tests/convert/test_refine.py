@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from damage import rewrite, sign
+from damage import record_sha256, rewrite
 from equivalent_heads import equivalent_mha, logits
 from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
@@ -127,7 +127,7 @@ def test_verify_finds_a_worse_refined_layer(convert, source, tmp_path, value):
     out = tmp_path / "out"
     convert("mha-to-gqa", source, out, *OPTIONS, "--refine", 2048).succeeded()
     rewrite(out, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].add_(value))
-    sign(out)
+    record_sha256(out)
     result = convert("verify", source, out)
     assert (result.code, "layer 1 has a validation error" in result.err) == (3, True), result.err
 

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from calibrated import FIT, TEXT, TOKENS, record
-from damage import rewrite, sign
+from damage import record_sha256, rewrite
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
@@ -114,12 +114,12 @@ def test_verify_sees_a_changed_merge_and_forgives_rounding(convert, parent, tmp_
     rewrite(out, lambda tensors: tensors[name].view(torch.int16)[0, 0].add_(1))  # the next bfloat16
     result = convert("verify", parent, out)
     assert (result.code, f"{name} has SHA-256" in result.err, "differs" in result.err) == (3, True, False)
-    sign(out)  # as on another machine, whose sums come out a little different
+    record_sha256(out)  # as on another machine, whose sums come out a little different
     report = json.loads(convert("verify", parent, out, "--json").out)
     assert (report["ok"], list(report["rounded"])) == (True, [name])
     assert report["rounded"][name] < 1e-5
     rewrite(out, lambda tensors: tensors[name][2, 1].add_(change))
-    sign(out)
+    record_sha256(out)
     result = convert("verify", parent, out)
     assert (result.code, f"{name} differs" in result.err, "has SHA-256" in result.err) == (3, True, False)
 
@@ -142,7 +142,7 @@ def test_how_far_an_element_and_a_tensor_may_differ(convert, parent, tmp_path, e
         tensors[name] = exact.to(tensors[name].dtype)
 
     rewrite(out, edit)
-    sign(out)
+    record_sha256(out)
     assert convert("verify", parent, out).code == code
 
 

@@ -38,6 +38,17 @@ def writers(convert, uptrain, source, finished_run, ids, tmp_path):
     }
 
 
+@pytest.fixture
+def refuse_source(convert, source, tmp_path, nothing_left_behind):
+    """Convert the source, or what is at `path`, and check the refusal: one line with all words, and nothing left."""
+
+    def run(*words, groups=2, options=(), path=None, out=None):
+        arguments = (path or source, out or tmp_path / "out", "--groups", groups, *options)
+        return convert("mha-to-gqa", "--method", "mean", *arguments).refused(*words)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))

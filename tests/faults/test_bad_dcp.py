@@ -30,31 +30,31 @@ def edit_metadata(folder, change):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def test_dcp_without_metadata(refuse, dcp):
+def test_dcp_without_metadata(refuse_path, dcp):
     (dcp / ".metadata").unlink()
-    refuse(dcp, "no .metadata", "incomplete")
+    refuse_path(dcp, "no .metadata", "incomplete")
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"no pickle", b"\x80\x04.", "half", pickle.dumps([1]), pickle.dumps({"a": 1})]
 )
-def test_dcp_metadata_is_damaged(refuse, dcp, content):
+def test_dcp_metadata_is_damaged(refuse_path, dcp, content):
     whole = (dcp / ".metadata").read_bytes()
     (dcp / ".metadata").write_bytes(whole[: len(whole) // 2] if content == "half" else content)
-    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's")
+    refuse_path(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's")
 
 
 @pytest.mark.parametrize("size", [8, 1 << 40, 1 << 62])
-def test_dcp_metadata_with_a_bytearray(refuse, dcp, size):
+def test_dcp_metadata_with_a_bytearray(refuse_path, dcp, size):
     """Where the memory does not hold it, Python prints an error of its own."""
     content = [pickle.PROTO, b"\x05", pickle.BYTEARRAY8, size.to_bytes(8, "little"), b"8 bytes.", pickle.STOP]
     (dcp / ".metadata").write_bytes(b"".join(content))
-    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
+    refuse_path(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["index", "tuple", "size"])
-def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
+def test_dcp_metadata_that_would_take_all_memory_or_time(refuse_path, dcp, kind):
     """An index of the memo for which Python makes a table, and keys of a dictionary that take years to hash."""
     deep = ((),)
     for _ in range(60):
@@ -71,39 +71,39 @@ def test_dcp_metadata_that_would_take_all_memory_or_time(refuse, dcp, kind):
     }
     content = b"".join([PROTOCOL, pickle.EMPTY_DICT, *program[kind], pickle.STOP])
     (dcp / ".metadata").write_bytes(content)
-    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
+    refuse_path(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: ValueError")
 
 
-def test_dcp_metadata_that_names_lists_of_lists_as_a_file(refuse, dcp):
+def test_dcp_metadata_that_names_lists_of_lists_as_a_file(refuse_path, dcp):
     """The message does not show them: there may be more than fit into memory."""
     files = []
     for _ in range(40):
         files = [files, files]
     edit_metadata(dcp, lambda m: [setattr(place, "relative_path", files) for place in m.storage_data.values()])
-    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
+    refuse_path(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
 
 
-def test_dcp_metadata_beyond_any_size(refuse, dcp):
+def test_dcp_metadata_beyond_any_size(refuse_path, dcp):
     """It is read whole."""
     with (dcp / ".metadata").open("wb") as file:
         file.truncate(50 << 30)
-    refuse(dcp, ".metadata has 53,687,091,200 bytes", "at most 1,073,741,824 are allowed")
+    refuse_path(dcp, ".metadata has 53,687,091,200 bytes", "at most 1,073,741,824 are allowed")
 
 
-def test_dcp_metadata_with_code_in_it_does_not_run(refuse, dcp, payload):
+def test_dcp_metadata_with_code_in_it_does_not_run(refuse_path, dcp, payload):
     edit_metadata(dcp, lambda metadata: setattr(metadata, "planner_data", payload))
-    refuse(dcp, ".metadata", "posix.mkdir", "no code was run")
+    refuse_path(dcp, ".metadata", "posix.mkdir", "no code was run")
 
 
 @pytest.mark.parametrize(
     "name", ["builtins eval", "builtins setattr", "torch load", "torch.serialization load", "pickle loads", "os system"]
 )
-def test_dcp_metadata_can_name_nothing_that_runs(refuse, dcp, name):
+def test_dcp_metadata_can_name_nothing_that_runs(refuse_path, dcp, name):
     (dcp / ".metadata").write_bytes(b"c" + name.replace(" ", "\n").encode() + b"\n(S'1'\ntR.")
-    refuse(dcp, ".metadata", name.replace(" ", "."), "no code was run")
+    refuse_path(dcp, ".metadata", name.replace(" ", "."), "no code was run")
 
 
-def test_dcp_piece_with_code_in_it_does_not_run(refuse, dcp, payload):
+def test_dcp_piece_with_code_in_it_does_not_run(refuse_path, dcp, payload):
     buffer = io.BytesIO()
     torch.save({"x": payload}, buffer)
     path = dcp / "__0_0.distcp"
@@ -115,50 +115,50 @@ def test_dcp_piece_with_code_in_it_does_not_run(refuse, dcp, payload):
         place.relative_path, place.offset, place.length = path.name, end, len(buffer.getvalue())
 
     edit_metadata(dcp, lead_there)
-    refuse(dcp, "__0_0.distcp", "mkdir", "no code was run")
+    refuse_path(dcp, "__0_0.distcp", "mkdir", "no code was run")
 
 
-def test_dcp_file_is_missing(refuse, dcp):
+def test_dcp_file_is_missing(refuse_path, dcp):
     (dcp / "__1_0.distcp").unlink()
-    refuse(dcp, "names the file __1_0.distcp, which is missing")
+    refuse_path(dcp, "names the file __1_0.distcp, which is missing")
 
 
 @pytest.mark.parametrize("keep", [0, 10, -1, -2000])
-def test_dcp_file_is_truncated(refuse, dcp, keep):
+def test_dcp_file_is_truncated(refuse_path, dcp, keep):
     path = dcp / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:keep])
-    refuse(dcp, "__1_0.distcp", "empty" if keep == 0 else "ends before byte")
+    refuse_path(dcp, "__1_0.distcp", "empty" if keep == 0 else "ends before byte")
 
 
-def test_dcp_git_lfs_pointer(refuse, dcp):
+def test_dcp_git_lfs_pointer(refuse_path, dcp):
     (dcp / "__1_0.distcp").write_text(LFS_POINTER)
-    refuse(dcp, "__1_0.distcp", "git-lfs pointer")
+    refuse_path(dcp, "__1_0.distcp", "git-lfs pointer")
 
 
 @pytest.mark.parametrize("name", ["../stolen.distcp", "/etc/passwd", "sub/x.distcp", ".."])
-def test_dcp_names_a_path_outside_the_folder(refuse, dcp, name):
+def test_dcp_names_a_path_outside_the_folder(refuse_path, dcp, name):
     edit_metadata(dcp, lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()])
-    refuse(dcp, ".metadata", name, "inside the folder")
+    refuse_path(dcp, ".metadata", name, "inside the folder")
 
 
 @pytest.mark.parametrize("number", [-1, "5", 2.5, None])
-def test_dcp_places_that_are_no_numbers(refuse, dcp, number):
+def test_dcp_places_that_are_no_numbers(refuse_path, dcp, number):
     edit_metadata(dcp, lambda m: [setattr(place, "offset", number) for place in m.storage_data.values()])
-    refuse(dcp, ".metadata", "damaged")
+    refuse_path(dcp, ".metadata", "damaged")
 
 
-def test_dcp_places_that_are_another_tensor_s(refuse, dcp):
+def test_dcp_places_that_are_another_tensor_s(refuse_path, dcp):
     def swap(metadata):
         by_name = {index.fqn: place for index, place in metadata.storage_data.items()}
         a, b = by_name["model.model.norm.weight"], by_name["model.lm_head.weight"]
         vars(a).update(dict(vars(b)))
 
     edit_metadata(dcp, swap)
-    refuse(dcp, "model.norm.weight", "do not match")
+    refuse_path(dcp, "model.norm.weight", "do not match")
 
 
 @pytest.mark.parametrize("how", ["hole", "overlap", "outside", "less axes"])
-def test_dcp_pieces_that_do_not_fit(refuse, dcp, how):
+def test_dcp_pieces_that_do_not_fit(refuse_path, dcp, how):
     def edit(metadata):
         entry = metadata.state_dict_metadata["model.lm_head.weight"]
         if how == "hole":
@@ -171,12 +171,12 @@ def test_dcp_pieces_that_do_not_fit(refuse, dcp, how):
             entry.size = torch.Size((67 * 32,))
 
     edit_metadata(dcp, edit)
-    refuse(dcp, "lm_head.weight", "do not make up its shape")
+    refuse_path(dcp, "lm_head.weight", "do not make up its shape")
 
 
-def test_dcp_compressed(refuse, dcp):
+def test_dcp_compressed(refuse_path, dcp):
     edit_metadata(dcp, lambda m: [setattr(p, "transform_descriptors", ["zstd"]) for p in m.storage_data.values()])
-    refuse(dcp, "compressed", "zstd")
+    refuse_path(dcp, "compressed", "zstd")
 
 
 def test_dcp_out_is_where_its_config_is(convert, tmp_path):
@@ -192,7 +192,7 @@ def test_dcp_out_is_where_its_config_is(convert, tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_dcp_dtype_whose_text_would_take_years(refuse, dcp):
+def test_dcp_dtype_whose_text_would_take_years(refuse_path, dcp):
     deep = []
     for _ in range(60):
         deep = [deep, deep]
@@ -201,12 +201,12 @@ def test_dcp_dtype_whose_text_would_take_years(refuse, dcp):
         metadata.state_dict_metadata["model.lm_head.weight"].properties.dtype = deep
 
     edit_metadata(dcp, edit)
-    refuse(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
+    refuse_path(dcp, ".metadata", "damaged, or not a torch.distributed.checkpoint's: TypeError")
 
 
-def test_dcp_without_config(refuse, dcp):
+def test_dcp_without_config(refuse_path, dcp):
     (dcp / "config.json").unlink()
-    refuse(dcp, "needs the model's config.json", "none of", "copy it")
+    refuse_path(dcp, "needs the model's config.json", "none of", "copy it")
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_dcp_without_config(refuse, dcp):
         ),
     ],
 )
-def test_dcp_names_that_are_not_one_model_s(refuse, tmp_path, names, words):
+def test_dcp_names_that_are_not_one_model_s(refuse_path, tmp_path, names, words):
     tensors = {new: t for n, t in tiny.build().state_dict().items() for new in names(n)}
     folder = write_dcp(tmp_path / "dcp", tensors)
     (folder / "config.json").write_text("{}")
-    refuse(folder, *words)
+    refuse_path(folder, *words)
 
 
-def test_dcp_complex_tensor_in_the_model(refuse, tmp_path):
+def test_dcp_complex_tensor_in_the_model(refuse_path, tmp_path):
     tensors = {**tiny.build().state_dict(), "freqs": torch.ones(3, dtype=torch.complex64)}
     folder = write_dcp(tmp_path / "dcp", tensors)
     (folder / "config.json").write_text("{}")
-    refuse(folder, "freqs (complex64)")
+    refuse_path(folder, "freqs (complex64)")

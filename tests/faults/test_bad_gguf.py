@@ -6,7 +6,6 @@ import struct
 import numpy as np
 import pytest
 import tiny
-from commands import refuser
 from gguf_files import write_gguf
 from limits import bounded
 
@@ -193,27 +192,22 @@ def test_numbers_that_make_no_rope(convert, tmp_path, value):
 # Whole files that are not converted
 
 
-@pytest.fixture
-def refuse(convert, source, tmp_path, nothing_left_behind):
-    return refuser(convert, source, tmp_path)
-
-
-def test_gguf_of_another_architecture(refuse, tmp_path):
+def test_gguf_of_another_architecture(refuse_source, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", tiny.build(), architecture="bert")
-    refuse("architecture 'bert'", path=path)
+    refuse_source("architecture 'bert'", path=path)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 500, -100])
-def test_truncated_gguf(refuse, tmp_path, keep):
+def test_truncated_gguf(refuse_source, tmp_path, keep):
     path = write_gguf(tmp_path / "x.gguf", tiny.build())
     path.write_bytes(path.read_bytes()[:keep])
-    refuse("x.gguf", "truncated", path=path)
+    refuse_source("x.gguf", "truncated", path=path)
 
 
-def test_gguf_lfs_pointer(refuse, tmp_path):
+def test_gguf_lfs_pointer(refuse_source, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    refuse("git-lfs pointer", path=path)
+    refuse_source("git-lfs pointer", path=path)
 
 
 @pytest.mark.parametrize(
@@ -228,18 +222,18 @@ def test_gguf_lfs_pointer(refuse, tmp_path):
         ({"qwen2.attention.key_length": 2}, ("8 heads of 2", "not the width")),
     ],
 )
-def test_gguf_settings_we_do_not_know(refuse, tmp_path, metadata, words):
+def test_gguf_settings_we_do_not_know(refuse_source, tmp_path, metadata, words):
     family = next(iter(metadata)).split(".")[0]
-    refuse(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(family), **metadata))
+    refuse_source(*words, path=write_gguf(tmp_path / "x.gguf", tiny.build(family), **metadata))
 
 
-def test_gguf_tensors_we_do_not_know(refuse, tmp_path):
+def test_gguf_tensors_we_do_not_know(refuse_source, tmp_path):
     model = tiny.build("qwen2")
     model.rope_factors = [1.0, 1.0]
-    refuse("'rope_freqs.weight'", "refused", path=write_gguf(tmp_path / "x.gguf", model))
+    refuse_source("'rope_freqs.weight'", "refused", path=write_gguf(tmp_path / "x.gguf", model))
 
 
-def test_gguf_with_more_tokens_than_rows(refuse, tmp_path):
+def test_gguf_with_more_tokens_than_rows(refuse_source, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", tiny.build(vocab_size=64))
     content = path.read_bytes()
     path.write_bytes(
@@ -248,18 +242,18 @@ def test_gguf_with_more_tokens_than_rows(refuse, tmp_path):
             text(b"token_embd.weight") + struct.pack("<IQQ", 2, tiny.HIDDEN, 63),
         )
     )
-    refuse("64 tokens, but an embedding of 63", path=path)
+    refuse_source("64 tokens, but an embedding of 63", path=path)
 
 
-def test_gguf_rope_factors_we_do_not_know(refuse, tmp_path):
+def test_gguf_rope_factors_we_do_not_know(refuse_source, tmp_path):
     model = tiny.build()
     model.rope_factors = [1.0, 3.3]
-    refuse("rope_freqs.weight", "not Llama 3.1's", path=write_gguf(tmp_path / "x.gguf", model))
+    refuse_source("rope_freqs.weight", "not Llama 3.1's", path=write_gguf(tmp_path / "x.gguf", model))
 
 
-def test_gguf_mlp_of_another_size(refuse, tmp_path):
+def test_gguf_mlp_of_another_size(refuse_source, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", tiny.build(), **{"llama.feed_forward_length": 39})
-    refuse("feed_forward_length = 39, but model.layers.0.mlp", " is (32, 40)", path=path)
+    refuse_source("feed_forward_length = 39, but model.layers.0.mlp", " is (32, 40)", path=path)
 
 
 def test_a_vocabulary_that_is_cut_in_too_many_ways():
@@ -269,10 +263,10 @@ def test_a_vocabulary_that_is_cut_in_too_many_ways():
         _merges_from_scores(vocabulary, [0.0] * len(vocabulary), [1] * len(vocabulary))
 
 
-def test_gguf_not_finite(refuse, tmp_path):
+def test_gguf_not_finite(refuse_source, tmp_path):
     model = tiny.build()
     model.model.layers[0].self_attn.k_proj.weight.data[3, 3] = np.inf
-    refuse("layers.0.self_attn.k_proj", "NaN or infinite", path=write_gguf(tmp_path / "x.gguf", model))
+    refuse_source("layers.0.self_attn.k_proj", "NaN or infinite", path=write_gguf(tmp_path / "x.gguf", model))
 
 
 def test_a_part_of_a_gguf(convert, tmp_path):

@@ -21,9 +21,9 @@ def edit_params(folder, **changes):
     (folder / "params.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
 
-def test_two_files_of_one_number(refuse, meta):
+def test_two_files_of_one_number(refuse_path, meta):
     shutil.copy(meta / "consolidated.00.pth", meta / "consolidated.0.pth")
-    refuse(meta, "consolidated.0.pth", "consolidated.00.pth", "same number; remove the outdated one")
+    refuse_path(meta, "consolidated.0.pth", "consolidated.00.pth", "same number; remove the outdated one")
 
 
 @pytest.mark.parametrize(
@@ -58,42 +58,42 @@ def test_two_files_of_one_number(refuse, meta):
         ({"use_scaled_rope": True}, ("lacks rope_scaling_factor",)),
     ],
 )
-def test_params_that_do_not_fit(refuse, meta, changes, words):
+def test_params_that_do_not_fit(refuse_path, meta, changes, words):
     edit_params(meta, **changes)
-    refuse(meta, "params.json", *words)
+    refuse_path(meta, "params.json", *words)
 
 
 @pytest.mark.parametrize(
     ("text", "word"), [("{", "not valid JSON"), ("[1]", "holds a list"), ("[" * 10**5, "not valid")]
 )
-def test_params_that_are_damaged(refuse, meta, text, word):
+def test_params_that_are_damaged(refuse_path, meta, text, word):
     (meta / "params.json").write_text(text)
-    refuse(meta, "params.json", word)
+    refuse_path(meta, "params.json", word)
 
 
-def test_no_params(refuse, meta):
+def test_no_params(refuse_path, meta):
     (meta / "params.json").unlink()
-    refuse(meta, "no params.json")
+    refuse_path(meta, "no params.json")
 
 
-def test_meta_file_in_the_middle_is_missing(refuse, meta):
+def test_meta_file_in_the_middle_is_missing(refuse_path, meta):
     (meta / "consolidated.02.pth").unlink()
-    refuse(meta, "lacks consolidated.02.pth of 4 files")
+    refuse_path(meta, "lacks consolidated.02.pth of 4 files")
 
 
-def test_meta_last_file_is_missing(refuse, meta):
+def test_meta_last_file_is_missing(refuse_path, meta):
     (meta / "consolidated.03.pth").unlink()
-    refuse(meta, "has 3 file(s)", "split for 4")
+    refuse_path(meta, "has 3 file(s)", "split for 4")
 
 
-def test_meta_one_file_too_many(refuse, meta):
+def test_meta_one_file_too_many(refuse_path, meta):
     shutil.copy(meta / "consolidated.03.pth", meta / "consolidated.04.pth")
-    refuse(meta, "has 5 file(s)", "split for 4")
+    refuse_path(meta, "has 5 file(s)", "split for 4")
 
 
-def test_meta_file_without_a_number(refuse, meta):
+def test_meta_file_without_a_number(refuse_path, meta):
     (meta / "consolidated.03.pth").rename(meta / "consolidated.last.pth")
-    refuse(meta, "consolidated.last.pth", "no number")
+    refuse_path(meta, "consolidated.last.pth", "no number")
 
 
 def edit_part(folder, number, change):
@@ -108,13 +108,13 @@ def edit_parts(folder, change):
         edit_part(folder, number, change)
 
 
-def test_meta_files_of_two_models(refuse, meta):
+def test_meta_files_of_two_models(refuse_path, meta):
     edit_part(meta, 3, lambda t: t["norm.weight"].mul_(2))
-    refuse(meta, "consolidated.03.pth", "do not agree on norm.weight")
+    refuse_path(meta, "consolidated.03.pth", "do not agree on norm.weight")
 
 
 @pytest.mark.parametrize("change", ["less", "more", "other shape", "other dtype"])
-def test_meta_files_that_differ(refuse, meta, change):
+def test_meta_files_that_differ(refuse_path, meta, change):
     name = "layers.1.feed_forward.w2.weight"
 
     def edit(tensors):
@@ -126,7 +126,7 @@ def test_meta_files_that_differ(refuse, meta, change):
             tensors[name] = tensors[name][:-1] if change == "other shape" else tensors[name].half()
 
     edit_part(meta, 2, edit)
-    refuse(
+    refuse_path(
         meta,
         "consolidated.02.pth",
         "feed_forward.w2.weight",
@@ -147,60 +147,60 @@ def test_meta_files_that_differ(refuse, meta, change):
         ("norm.weight", (4, 4)),
     ],
 )
-def test_meta_tensors_that_no_llama_has(refuse, meta, name, shape):
+def test_meta_tensors_that_no_llama_has(refuse_path, meta, name, shape):
     edit_parts(meta, lambda tensors: tensors.update({name: torch.ones(shape)}))
-    refuse(meta, name, "no Llama has; refused")
+    refuse_path(meta, name, "no Llama has; refused")
 
 
 @pytest.mark.parametrize("name", ["layers.1.ffn_norm.weight", "output.weight", "layers.0.attention.wv.weight"])
-def test_meta_tensor_is_missing(refuse, meta, name):
+def test_meta_tensor_is_missing(refuse_path, meta, name):
     edit_parts(meta, lambda tensors: tensors.pop(name))
-    refuse(meta, "lacks the tensor for")
+    refuse_path(meta, "lacks the tensor for")
 
 
 @pytest.mark.parametrize("name", ["tok_embeddings", "layers.0.attention.wo", "layers.0.feed_forward.w1"])
-def test_meta_matrix_that_sizes_come_from_is_missing(refuse, meta, name):
+def test_meta_matrix_that_sizes_come_from_is_missing(refuse_path, meta, name):
     edit_parts(meta, lambda tensors: tensors.pop(f"{name}.weight"))
-    refuse(meta, f"holds no matrix {name}.weight")
+    refuse_path(meta, f"holds no matrix {name}.weight")
 
 
-def test_meta_fused_rows_that_are_none(refuse, tmp_path):
+def test_meta_fused_rows_that_are_none(refuse_path, tmp_path):
     folder = write_meta(tmp_path / "meta", tiny.build(**META_SHAPE), 2, fused=True)
     name = "layers.0.attention.wqkv.weight"
     edit_parts(folder, lambda tensors: tensors.update({name: tensors[name][:-1]}))
-    refuse(folder, "wqkv", "cannot be split into Q, K and V")
+    refuse_path(folder, "wqkv", "cannot be split into Q, K and V")
 
 
 @pytest.mark.parametrize("part", ["wk", "wv"])
-def test_meta_copies_of_a_head_that_differ(refuse, tmp_path, part):
+def test_meta_copies_of_a_head_that_differ(refuse_path, tmp_path, part):
     folder = write_meta(tmp_path / "meta", tiny.build(**{**META_SHAPE, "num_key_value_heads": 4}), 8, llama3=True)
     edit_part(folder, 5, lambda tensors: tensors[f"layers.1.attention.{part}.weight"].add_(1))
-    refuse(folder, f"model.layers.1.self_attn.{part[1]}_proj.weight", "more than once, with different values")
+    refuse_path(folder, f"model.layers.1.self_attn.{part[1]}_proj.weight", "more than once, with different values")
 
 
-def test_meta_git_lfs_pointer(refuse, meta):
+def test_meta_git_lfs_pointer(refuse_path, meta):
     (meta / "consolidated.01.pth").write_text(LFS_POINTER)
-    refuse(meta, "consolidated.01.pth", "git-lfs pointer")
+    refuse_path(meta, "consolidated.01.pth", "git-lfs pointer")
 
 
-def test_meta_dangling_link(refuse, meta):
+def test_meta_dangling_link(refuse_path, meta):
     (meta / "consolidated.01.pth").unlink()
     (meta / "consolidated.01.pth").symlink_to(meta / "gone")
-    refuse(meta, "consolidated.01.pth", "dangling symlink")
+    refuse_path(meta, "consolidated.01.pth", "dangling symlink")
 
 
-def test_meta_truncated(refuse, meta):
+def test_meta_truncated(refuse_path, meta):
     path = meta / "consolidated.01.pth"
     path.write_bytes(path.read_bytes()[:-100])
-    refuse(meta, "consolidated.01.pth", "truncated or damaged")
+    refuse_path(meta, "consolidated.01.pth", "truncated or damaged")
 
 
-def test_meta_with_code_in_it_does_not_run(refuse, meta, payload):
+def test_meta_with_code_in_it_does_not_run(refuse_path, meta, payload):
     edit_part(meta, 1, lambda tensors: tensors.update(x=payload))
-    refuse(meta, "consolidated.01.pth", "mkdir", "no code was run")
+    refuse_path(meta, "consolidated.01.pth", "mkdir", "no code was run")
 
 
-def test_meta_inside_a_hugging_face_folder(refuse, tmp_path):
+def test_meta_inside_a_hugging_face_folder(refuse_path, tmp_path):
     folder = tmp_path / "model"
     write_meta(folder / "original", tiny.build(**META_SHAPE))
-    refuse(folder, "itself holds no weights", f"name its folder: {folder / 'original'}")
+    refuse_path(folder, "itself holds no weights", f"name its folder: {folder / 'original'}")

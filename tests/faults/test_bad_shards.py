@@ -5,7 +5,6 @@ import json
 import pytest
 import tiny
 import torch
-from commands import refuser
 from damage import edit_index
 from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5ForConditionalGeneration
@@ -13,29 +12,24 @@ from transformers import T5Config, T5ForConditionalGeneration
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-@pytest.fixture
-def refuse(convert, source, tmp_path, nothing_left_behind):
-    return refuser(convert, source, tmp_path)
-
-
-def test_index_names_a_missing_shard(refuse, source):
+def test_index_names_a_missing_shard(refuse_source, source):
     shard = next(source.glob("model-00002*"))
     shard.unlink()
-    refuse("names the shard", shard.name, "missing")
+    refuse_source("names the shard", shard.name, "missing")
 
 
-def test_shard_lacks_a_named_tensor(refuse, source):
+def test_shard_lacks_a_named_tensor(refuse_source, source):
     shard = next(source.glob("model-00002*"))
     edit_index(source, lambda index: index["weight_map"].update({"model.extra.weight": shard.name}))
-    refuse("model.extra.weight", shard.name, "does not hold it")
+    refuse_source("model.extra.weight", shard.name, "does not hold it")
 
 
-def test_shard_holds_an_unnamed_tensor(refuse, source):
+def test_shard_holds_an_unnamed_tensor(refuse_source, source):
     edit_index(source, lambda index: index["weight_map"].pop("model.norm.weight"))
-    refuse("model.norm.weight", "does not name")
+    refuse_source("model.norm.weight", "does not name")
 
 
-def test_index_lacks_a_shard(refuse, source):
+def test_index_lacks_a_shard(refuse_source, source):
     """Left over from another number of shards, a file does no harm."""
     *_, last = sorted(source.glob("*.safetensors"))
 
@@ -44,25 +38,25 @@ def test_index_lacks_a_shard(refuse, source):
 
     (source / "model-00001-of-00009.safetensors").write_bytes(b"left over")
     edit_index(source, forget)
-    refuse("names", f"but not {last.name}", "of the same set")
+    refuse_source("names", f"but not {last.name}", "of the same set")
 
 
-def test_tensor_in_two_shards(refuse, source):
+def test_tensor_in_two_shards(refuse_source, source):
     first, second = sorted(source.glob("*.safetensors"))[:2]
     both = load_file(second)
     both.update(list(load_file(first).items())[:1])
     save_file(both, second, metadata={"format": "pt"})
-    refuse("is in two shards")
+    refuse_source("is in two shards")
 
 
 @pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
-def test_index_names_a_path_outside_the_folder(refuse, source, name):
+def test_index_names_a_path_outside_the_folder(refuse_source, source, name):
     edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": name}))
-    refuse(name, "inside the folder")
+    refuse_source(name, "inside the folder")
 
 
 @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "x.SAFETENSORS"])
-def test_index_names_a_file_of_another_kind(refuse, source, name):
+def test_index_names_a_file_of_another_kind(refuse_source, source, name):
     shard = next(source.glob("model-00002*"))
     shard.rename(source / name)
 
@@ -70,39 +64,39 @@ def test_index_names_a_file_of_another_kind(refuse, source, name):
         index["weight_map"] = {t: name if f == shard.name else f for t, f in index["weight_map"].items()}
 
     edit_index(source, rename)
-    refuse(name, "not a .safetensors file")
+    refuse_source(name, "not a .safetensors file")
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
-def test_damaged_index(refuse, source, text):
+def test_damaged_index(refuse_source, source, text):
     (source / "model.safetensors.index.json").write_text(text)
-    refuse("is not a shard index")
+    refuse_source("is not a shard index")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated_safetensors(refuse, source, keep):
+def test_truncated_safetensors(refuse_source, source, keep):
     shard = next(source.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:keep])
-    refuse(shard.name, "truncated")
+    refuse_source(shard.name, "truncated")
 
 
-def test_trailing_bytes(refuse, source):
+def test_trailing_bytes(refuse_source, source):
     shard = next(source.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes() + b"x")
-    refuse(shard.name, "belong to no tensor")
+    refuse_source(shard.name, "belong to no tensor")
 
 
-def test_git_lfs_pointer(refuse, source):
+def test_git_lfs_pointer(refuse_source, source):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     shard = next(source.glob("model-00001*"))
     shard.write_text(pointer)
-    refuse(shard.name, "git-lfs pointer", "git lfs pull")
+    refuse_source(shard.name, "git-lfs pointer", "git lfs pull")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "chat_templates/tool.jinja"])
-def test_git_lfs_pointer_beside_the_weights(refuse, source, name):
+def test_git_lfs_pointer_beside_the_weights(refuse_source, source, name):
     (source / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    refuse(name, "git-lfs pointer", "git lfs pull")
+    refuse_source(name, "git-lfs pointer", "git lfs pull")
 
 
 def test_shards_that_the_index_does_not_name(convert, source, tmp_path):
@@ -140,13 +134,13 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_damaged_header(refuse, source, kind):
+def test_damaged_header(refuse_source, source, kind):
     header = HEADERS[kind]
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     shard = next(source.glob("model-00001*"))
     shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     shaped = kind in ("negative shape", "endless product", "too many axes")
-    refused = refuse(shard.name, "damaged safetensors header", "impossible shape" if shaped else "")
+    refused = refuse_source(shard.name, "damaged safetensors header", "impossible shape" if shaped else "")
     assert len(refused.err) < 1000
 
 

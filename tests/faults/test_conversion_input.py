@@ -8,24 +8,19 @@ from pathlib import Path
 
 import pytest
 import tiny
-from commands import MEAN, left_behind, refuser
+from commands import MEAN, left_behind
 from damage import rewrite
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-@pytest.fixture
-def refuse(convert, source, tmp_path, nothing_left_behind):
-    return refuser(convert, source, tmp_path)
-
-
 # The number of groups
 
 
 @pytest.mark.parametrize("groups", [3, 5, 16, 0, -2])
-def test_groups_that_do_not_divide(refuse, groups):
-    refuse(f"--groups {groups} is not possible", "8 K/V heads", "choose one of 1, 2, 4, 8", groups=groups)
+def test_groups_that_do_not_divide(refuse_source, groups):
+    refuse_source(f"--groups {groups} is not possible", "8 K/V heads", "choose one of 1, 2, 4, 8", groups=groups)
 
 
 def test_groups_that_are_no_number(convert, source, tmp_path):
@@ -43,12 +38,12 @@ def test_unknown_method(convert, source, tmp_path):
 # SOURCE as a whole
 
 
-def test_missing_source(refuse, tmp_path):
-    refuse("nowhere", "no such file", path=tmp_path / "nowhere")
+def test_missing_source(refuse_source, tmp_path):
+    refuse_source("nowhere", "no such file", path=tmp_path / "nowhere")
 
 
-def test_source_is_a_file_of_another_kind(refuse, source):
-    refuse("unknown kind", ".gguf", path=source / "LICENSE")
+def test_source_is_a_file_of_another_kind(refuse_source, source):
+    refuse_source("unknown kind", ".gguf", path=source / "LICENSE")
 
 
 def test_paths_of_unset_shell_variables(convert, uptrain, source, tmp_path, monkeypatch):
@@ -78,25 +73,25 @@ def test_a_home_that_no_shell_has_replaced(convert, uptrain, source, tmp_path, m
     assert [path.name for path in tmp_path.iterdir() if "~" in path.name] == []
 
 
-def test_damaged_record_of_an_earlier_conversion(refuse, source):
+def test_damaged_record_of_an_earlier_conversion(refuse_source, source):
     (source / "groupwise.json").write_text("[" * 100_000)
-    refuse("groupwise.json", "damaged", options=("--dry-run",))
+    refuse_source("groupwise.json", "damaged", options=("--dry-run",))
 
 
-def test_dangling_source(refuse, tmp_path):
+def test_dangling_source(refuse_source, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    refuse("dangling symlink", path=tmp_path / "link")
+    refuse_source("dangling symlink", path=tmp_path / "link")
 
 
-def test_no_config(refuse, source):
+def test_no_config(refuse_source, source):
     (source / "config.json").rename(source / "other.json")
-    refuse("no config.json")
+    refuse_source("no config.json")
     snapshot = source / "snapshots/0a1b"  # as in the cache of Hugging Face
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    refuse("no config.json", f"Name one of its snapshots: {snapshot}")
+    refuse_source("no config.json", f"Name one of its snapshots: {snapshot}")
     (source / "model.gguf").write_text("")
-    refuse("no config.json", "model.gguf")
+    refuse_source("no config.json", "model.gguf")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "meta/consolidated.00.pth"])
@@ -123,53 +118,53 @@ def test_training_from_another_format(uptrain, tmp_path, name):
         ("\xff\xfe{\x00}\x00", "not valid JSON in UTF-8"),
     ],
 )
-def test_damaged_config(refuse, source, text, word):
+def test_damaged_config(refuse_source, source, text, word):
     (source / "config.json").write_text(text, encoding="latin-1")
-    refuse("config.json", word)
+    refuse_source("config.json", word)
 
 
-def test_no_weights(refuse, source):
+def test_no_weights(refuse_source, source):
     for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
         file.unlink()
-    refuse("holds no weights")
+    refuse_source("holds no weights")
     (source / "tf_model.h5").write_text("")
-    refuse("only tf_model.h5", "safetensors first")
+    refuse_source("only tf_model.h5", "safetensors first")
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_adapter_folder(refuse, source, name, alone):
+def test_adapter_folder(refuse_source, source, name, alone):
     if alone:
         for file in source.glob("model*"):
             file.unlink()
     (source / name).write_text("{}")
-    refuse("adapter", name, "merge it into its base model")
+    refuse_source("adapter", name, "merge it into its base model")
 
 
 @pytest.mark.parametrize("name", ["NOTICE", "model-00001-of-00002.safetensors", "config.json"])
-def test_dangling_symlink_inside(refuse, source, name):
+def test_dangling_symlink_inside(refuse_source, source, name):
     names = {p.name for p in source.iterdir()}
     name = next((n for n in names if n.startswith("model-00001")), name) if name.startswith("model") else name
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(source / "gone")
-    refuse(f"{source / name} is a dangling symlink to {source / 'gone'}")
+    refuse_source(f"{source / name} is a dangling symlink to {source / 'gone'}")
 
 
-def test_symlink_cycle(refuse, source):
+def test_symlink_cycle(refuse_source, source):
     (source / "loop").symlink_to(source)
-    refuse("cannot contain itself")
+    refuse_source("cannot contain itself")
 
 
-def test_two_ways_to_a_folder(refuse, source):
+def test_two_ways_to_a_folder(refuse_source, source):
     (source / "texts").mkdir()
     (source / "texts/a.txt").write_text("a")
     (source / "more").symlink_to(source / "texts")
-    refuse("/more and ", "/texts are one folder", "remove the symlink")
+    refuse_source("/more and ", "/texts are one folder", "remove the symlink")
 
 
-def test_both_a_single_file_and_an_index(refuse, source):
+def test_both_a_single_file_and_an_index(refuse_source, source):
     save_file(tiny.tensors(source), source / "model.safetensors")
-    refuse("holds both", "remove the outdated one")
+    refuse_source("holds both", "remove the outdated one")
 
 
 # Permissions bind root only when it gives up its right to ignore them.
@@ -236,10 +231,10 @@ def test_out_exists(convert, source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "inside", "deep/inside"])
-def test_out_in_source(refuse, source, name):
+def test_out_in_source(refuse_source, source, name):
     before = tiny.snapshot(source)
     for options in ((), ("--overwrite",)):
-        refuse("SOURCE or lies inside it", out=source / name, options=options)
+        refuse_source("SOURCE or lies inside it", out=source / name, options=options)
     assert tiny.snapshot(source) == before
 
 
@@ -318,10 +313,10 @@ def test_overwrite_onto_something_else(convert, source, tmp_path):
     assert (folder / "monday.txt").read_text() == file.read_text() == "precious"
 
 
-def test_not_enough_disk(refuse, monkeypatch):
+def test_not_enough_disk(refuse_source, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    refuse("1 MB free", "are needed")
+    refuse_source("1 MB free", "are needed")
 
 
 def test_second_conversion_at_the_same_time(convert, source, tmp_path):

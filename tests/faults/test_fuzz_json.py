@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fake_runs
 import pytest
 import tiny
 import torch
+import written_runs
 from json_fuzzing import accepted, amounts, throw
 from tiny_tokenizers import make_tokenizer
 
@@ -142,15 +142,15 @@ def test_config(models, convert, uptrain, tmp_path, family, n):
 # What a run's folder holds
 
 RECORDS = [
-    fake_runs.event(0, "started"),
-    fake_runs.with_teacher(0, 5.0),
-    fake_runs.step(1),
-    fake_runs.step(2, None, skipped=True),
-    fake_runs.event(2, "not saved", why="no room"),
-    fake_runs.with_teacher(2, 4.0),
-    fake_runs.event(2, "resumed", rejected=["x"]),
-    fake_runs.step(3),
-    fake_runs.evaluation(3, 3.5),
+    written_runs.event(0, "started"),
+    written_runs.with_teacher(0, 5.0),
+    written_runs.step(1),
+    written_runs.step(2, None, skipped=True),
+    written_runs.event(2, "not saved", why="no room"),
+    written_runs.with_teacher(2, 4.0),
+    written_runs.event(2, "resumed", rejected=["x"]),
+    written_runs.step(3),
+    written_runs.evaluation(3, 3.5),
 ]
 STATE = {"status": "preempted", "step": 3, "reason": "SIGTERM", "pid": 12345}
 
@@ -190,9 +190,9 @@ def _both(first: Callable[[], None], second: Callable[[], object]) -> None:
 @amounts(45)
 def test_a_run_s_files(uptrain, tmp_path, n):
     parent = {"run": "/runs/parent", "step": 1}
-    run = fake_runs.write_run(tmp_path / "run", RECORDS, STATE, parent, teacher="/models/mha")
+    run = written_runs.write_run(tmp_path / "run", RECORDS, STATE, parent, teacher="/models/mha")
     for step in (1, 2, 3):
-        fake_runs.write_checkpoint(run, step)
+        written_runs.write_checkpoint(run, step)
     out = tmp_path / "out"
     status: list[Callable[[], object]] = [
         lambda: accepted(uptrain("status", run)),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import tiny
-from fuzzing import Writes, change_index, convert_and_compare, file_names, fresh_copy, fuzz, names, values
 from hypothesis import strategies as st
+from watched_conversions import Writes, change_index, convert_and_compare, file_names, fresh_copy, fuzz, names, values
 
 files = file_names(".safetensors", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)))
 

@@ -32,7 +32,7 @@ def hostile(stopped, tmp_path):
     return run, run / "checkpoints/step-00000001"
 
 
-def sign(checkpoint):
+def rewrite_manifest(checkpoint):
     """Make the manifest right: whoever changed the files can do that, too."""
     names = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
     files = {name: checksum(checkpoint / name) for name in names if name != "manifest.json"}
@@ -52,7 +52,7 @@ COMMANDS = {
 def test_metadata_that_are_code_do_not_run(uptrain, hostile, payload, command):
     run, checkpoint = hostile
     (checkpoint / "tensors/.metadata").write_bytes(pickle.dumps(payload))
-    sign(checkpoint)
+    rewrite_manifest(checkpoint)
     uptrain(*COMMANDS[command](run)).refused(".metadata", "no code was run")
     assert not payload.path.exists()
     assert not run.with_name("longer").exists()
@@ -79,7 +79,7 @@ def test_numbers_that_are_code_do_not_run(uptrain, hostile, payload, command):
         size = (tensors / "__9_0.distcp").stat().st_size
         metadata.storage_data[MetadataIndex(name)] = _StorageInfo("__9_0.distcp", 0, size)
     (tensors / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(checkpoint)
+    rewrite_manifest(checkpoint)
     result = uptrain(*COMMANDS[command](run))
     assert not payload.path.exists()
     if command in ("resume", "extend"):
@@ -100,7 +100,7 @@ def test_a_tensor_that_is_code_does_not_run(uptrain, hostile, payload, command):
             place.relative_path, place.offset = "__9_0.distcp", 0
             place.length = (tensors / "__9_0.distcp").stat().st_size
     (tensors / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(checkpoint)
+    rewrite_manifest(checkpoint)
     uptrain(*COMMANDS[command](run)).refused("does not fit the run's model and optimizer")
     assert not payload.path.exists()
 
@@ -133,7 +133,7 @@ def test_links_in_a_checkpoint_are_not_followed(uptrain, hostile, tmp_path):
     (checkpoint / "tensors/__7_0.distcp").symlink_to(tmp_path / "secret")
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 9, "--max-minutes", 0).succeeded()
     assert not (tmp_path / "longer/checkpoints/step-00000001/tensors/__7_0.distcp").exists()
-    sign(checkpoint)
+    rewrite_manifest(checkpoint)
     uptrain("extend", run, "--out", tmp_path / "another", "--steps", 9).refused("is a link")
 
 
@@ -167,7 +167,7 @@ STATES = [
 def test_damaged_states(uptrain, hostile, state, command):
     run, checkpoint = hostile
     (checkpoint / "state.json").write_bytes(state)
-    sign(checkpoint)
+    rewrite_manifest(checkpoint)
     result = uptrain(*COMMANDS[command](run))
     assert result.code == (0 if command == "status" else 2), result.err
     assert command == "status" or ("state.json is damaged" in result.err and result.err.count("\n") == 1)

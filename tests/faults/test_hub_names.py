@@ -14,20 +14,20 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
     ("name", "fetch"),
     [("org/name", "hf download org/name."), ("org/name@v1.0", "hf download org/name --revision v1.0.")],
 )
-def test_hub_names_that_are_not_in_the_cache(refuse, tmp_path, monkeypatch, name, fetch):
+def test_hub_names_that_are_not_in_the_cache(refuse_path, tmp_path, monkeypatch, name, fetch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    refuse(name, "no such file or folder", "not in the cache", fetch)
+    refuse_path(name, "no such file or folder", "not in the cache", fetch)
 
 
-def test_hub_names_without_the_package(refuse, monkeypatch):
+def test_hub_names_without_the_package(refuse_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refuse("org/name", "no such file or folder", "pip install huggingface_hub", "hf download org/name")
+    refuse_path("org/name", "no such file or folder", "pip install huggingface_hub", "hf download org/name")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "org/name@", "@/x", "org/", "../x/y", "org/na me"])
-def test_invalid_hub_names(refuse, tmp_path, monkeypatch, name):
+def test_invalid_hub_names(refuse_path, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    refuse(name, "no such file or folder; SOURCE is")
+    refuse_path(name, "no such file or folder; SOURCE is")
 
 
 @pytest.mark.parametrize("form", ["assets/demo-mah", "./assets/demo-mah", "demo-mah", "ABSOLUTE"])

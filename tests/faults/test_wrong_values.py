@@ -3,10 +3,10 @@
 import json
 
 import caches
-import fake_runs
 import pytest
 import tiny
 import torch
+import written_runs
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
@@ -139,13 +139,13 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
         ("run_state.json", {"status": "running", "step": 1, "reason": "", "pid": 10**12}, "pid = 1000000000000"),
         ("metrics.jsonl", 5, "5 where a JSON object is expected"),
         ("metrics.jsonl", {"step": 1}, "none of loss, evaluation, event"),
-        ("metrics.jsonl", fake_runs.step(1) | {"loss": "x"}, "loss = 'x'"),
-        ("metrics.jsonl", fake_runs.step(1) | {"tokens": None}, "tokens = None"),
-        ("metrics.jsonl", fake_runs.step(1) | {"tokens_per_s": 0}, "tokens_per_s = 0"),
-        ("metrics.jsonl", fake_runs.step(-1), "step = -1"),
+        ("metrics.jsonl", written_runs.step(1) | {"loss": "x"}, "loss = 'x'"),
+        ("metrics.jsonl", written_runs.step(1) | {"tokens": None}, "tokens = None"),
+        ("metrics.jsonl", written_runs.step(1) | {"tokens_per_s": 0}, "tokens_per_s = 0"),
+        ("metrics.jsonl", written_runs.step(-1), "step = -1"),
         ("metrics.jsonl", {"step": 1, "evaluation": 5}, "evaluation = 5"),
         ("metrics.jsonl", {"step": 1, "evaluation": {"targets": 1, "loss": 1, "kl": 1}}, "no evaluation.teacher_loss"),
-        ("metrics.jsonl", fake_runs.event(0, "started") | {"time": 1e15}, "time = 1000000000000000"),
+        ("metrics.jsonl", written_runs.event(0, "started") | {"time": 1e15}, "time = 1000000000000000"),
         ("run.json", {"settings": {"steps": "abc"}}, "settings.steps = 'abc'"),
         ("run.json", {"settings": {"steps": 0}}, "0 steps"),
         ("run.json", {"settings": {"steps": True}}, "settings.steps = True"),
@@ -166,8 +166,8 @@ def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length)
     ],
 )
 def test_a_run_s_files(uptrain, tmp_path, name, change, words):
-    run = fake_runs.write_run(
-        tmp_path / "run", [fake_runs.step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1}
+    run = written_runs.write_run(
+        tmp_path / "run", [written_runs.step(1)], {"status": "finished", "step": 1, "reason": "", "pid": 1}
     )
     path = run / name
     if name == "run.json":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from other_families import HEAD_DIM, HIDDEN, N_HEADS, mpt
+from families_without_gqa import HEAD_DIM, HIDDEN, N_HEADS, mpt
 from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,8 +8,8 @@ import interop
 import numpy as np
 import pytest
 import tiny
+from families_without_gqa import gpt_neox, t5
 from gguf_files import write_gguf
-from other_families import gpt_neox, t5
 from torch_files import write_meta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

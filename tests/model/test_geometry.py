@@ -5,7 +5,7 @@ import re
 
 import pytest
 import tiny
-from other_families import t5
+from families_without_gqa import t5
 from safetensors.torch import save_file
 
 from convert.merging.recipe import MergeRecipe

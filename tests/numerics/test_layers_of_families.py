@@ -10,6 +10,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from equivalent_heads import INTERLEAVED, SHARES
+from rounding import assert_close
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
@@ -124,10 +125,6 @@ def half_split(heads, family, n_rotated):
         return heads
     rotated = [*range(0, n_rotated, 2), *range(1, n_rotated, 2)]
     return heads[..., [*rotated, *range(n_rotated, heads.shape[-1])]]
-
-
-def assert_close(ours, theirs, limit=1e-5):
-    assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
 
 
 @pytest.mark.parametrize(

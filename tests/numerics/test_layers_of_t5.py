@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from other_families import HEAD_DIM, HIDDEN, N_HEADS, STOCK_CLASSES, mt5, t5
+from families_without_gqa import HEAD_DIM, HIDDEN, N_HEADS, STOCK_CLASSES, mt5, t5
+from rounding import assert_close
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from transformers import T5ForConditionalGeneration
@@ -29,10 +30,6 @@ def logits(folder, model_class=T5ForConditionalGeneration):
     model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(input_ids=IDS, decoder_input_ids=IDS.flip(1)).logits
-
-
-def assert_close(ours, theirs, limit=1e-5):
-    assert float((ours - theirs).norm()) <= limit * float(theirs.norm())
 
 
 def plain(folder, model_class):

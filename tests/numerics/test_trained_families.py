@@ -9,7 +9,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from equivalent_heads import for_stock_class
-from other_families import t5
+from families_without_gqa import t5
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from other_families import mt5, t5
+from families_without_gqa import mt5, t5
 from tiny_tokenizers import make_tokenizer
 
 from convert.layers.layer_stream import open_checked
@@ -61,7 +61,7 @@ def how_trained(family: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("family", ["falcon", "gpt_neox", "mpt", "mt5", "t5"])
 def test_rows_of_families_with_tests_of_their_own(convert, tmp_path, family):
-    """See tests/numerics/test_other_families.py and test_custom_code.py."""
+    """See tests/numerics/test_families_without_gqa.py and test_custom_code.py."""
     assert family not in tiny.STOCK
     which = {"falcon": "fit, to one K/V head", "mt5": "fit (the decoder)", "t5": "fit (the decoder)"}
     assert ROWS[family][0] == which.get(family, "fit")

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from importlib import import_module
 
-import fake_runs
 import pytest
 import real_runs
+import written_runs
 
 from model.checkpoint import READERS
 from model.common.console import INSTALL_EXTRA
@@ -129,7 +129,7 @@ def test_a_package_of_the_extra_that_is_missing(tmp_path, command, package):
     """One line says which, and how to install it."""
     inputs, text = real_runs.make_inputs(tmp_path), tmp_path / "a.txt"
     text.write_text("text")
-    fake_runs.write_run(tmp_path / "stopped", [], {"status": "preempted", "step": 0, "reason": "SIGINT", "pid": 1})
+    written_runs.write_run(tmp_path / "stopped", [], {"status": "preempted", "step": 0, "reason": "SIGINT", "pid": 1})
     arguments = {
         "run": real_runs.arguments(inputs, tmp_path / "run")[1:],
         "resume": [tmp_path / "stopped"],

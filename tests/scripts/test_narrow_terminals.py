@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 
-import fake_runs
 import pytest
 import real_runs
 import tiny
+import written_runs
 
 PLAN = (
     "--alpha", "0.05", "--original-tokens", "2T", "--lr", "1e-3", "--global-batch-tokens", "4M", "--seq-len", "4000",
@@ -22,9 +22,9 @@ def large(tmp_path_factory):
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
     for seed, name in enumerate(("s", "parent")):
         tiny.save(tiny.build(seed=seed, intermediate_size=32, **shape), folder / name)
-    records = [fake_runs.with_teacher(0, 5.0), *(fake_runs.step(n + 1, 3.0) for n in range(50))]
-    records.append(fake_runs.with_teacher(50, 2.75))
-    fake_runs.write_run(folder / "run", records, {"status": "finished", "step": 50, "reason": "finished", "pid": 1})
+    records = [written_runs.with_teacher(0, 5.0), *(written_runs.step(n + 1, 3.0) for n in range(50))]
+    records.append(written_runs.with_teacher(50, 2.75))
+    written_runs.write_run(folder / "run", records, {"status": "finished", "step": 50, "reason": "finished", "pid": 1})
     return folder
 
 

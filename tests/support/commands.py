@@ -1,9 +1,8 @@
 """Commands that tests run: options, results, refusals, and what they leave behind."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 MEAN = ("--method", "mean", "--groups", 2)
 """Options of a conversion that needs neither torch nor a tokenizer."""
@@ -31,16 +30,6 @@ class Result:
         for word in words:
             assert word in self.err, self.err
         return self
-
-
-def refuser(convert: Callable[..., Result], source: Path, tmp_path: Path) -> Callable[..., Result]:
-    """Return a function that converts, and checks the refusal: one line with all `words`."""
-
-    def run(*words: str, groups: object = 2, options: Any = (), path: Path | None = None, out: Any = None) -> Result:
-        arguments = (path or source, out or tmp_path / "out", "--groups", groups, *options)
-        return convert("mha-to-gqa", "--method", "mean", *arguments).refused(*words)
-
-    return run
 
 
 def left_behind(folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ def edit_tensors(folder: Path, edit: Callable[[str, torch.Tensor], torch.Tensor]
         save_file({name: edit(name, t) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
-def sign(folder: Path) -> None:
+def record_sha256(folder: Path) -> None:
     """Record the SHA-256 of the tensors as they are now, as if the conversion had written them so."""
     path, tensors = folder / "groupwise.json", tiny.tensors(folder)
     record = json.loads(path.read_text())
@@ -35,8 +35,8 @@ def sign(folder: Path) -> None:
     path.write_text(json.dumps(record))
 
 
-def edit_index(folder: Path, change: Callable[[Any], object]) -> None:
-    path = folder / "model.safetensors.index.json"
+def edit_index(folder: Path, change: Callable[[Any], object], name: str = "model.safetensors.index.json") -> None:
+    path = folder / name
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))

@@ -33,7 +33,7 @@ SIDE_FILES = {
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-# The families whose stock class holds any number of K/V heads; tests/support/other_families.py has the rest.
+# The families whose stock class holds any number of K/V heads; tests/support/families_without_gqa.py has the rest.
 STOCK = tuple(
     name for name in FAMILIES if isinstance(entry := FAMILIES[name], Wrapper) or entry.stock_class_supports_gqa
 )

@@ -5,10 +5,10 @@ import os
 import shutil
 import signal
 
-import fake_runs
 import pytest
 import tiny
 import torch
+import written_runs
 from real_runs import VOCAB, arguments, drive, evaluations, make_inputs, tensors
 from transformers import AutoModelForCausalLM
 
@@ -194,7 +194,7 @@ def test_refusals(tmp_path, uptrain):
 @pytest.mark.parametrize("place", ["model", "parent", "run/model", "run/checkpoints"])
 def test_a_folder_inside_one_that_the_run_reads(tmp_path, uptrain, place):
     """`convert verify` would find a changed MODEL, and later runs would copy what is new in it."""
-    run = fake_runs.write_run(tmp_path / "run", model=str(tmp_path / "model"), teacher=str(tmp_path / "parent"))
+    run = written_runs.write_run(tmp_path / "run", model=str(tmp_path / "model"), teacher=str(tmp_path / "parent"))
     for name in ("model", "parent", "run/model", "run/checkpoints"):
         (tmp_path / name).mkdir()
     before = tiny.snapshot(tmp_path)

@@ -4,18 +4,13 @@ import json
 import os
 import shutil
 
-import fake_runs
 import pytest
 import real_runs
 import tiny
+import written_runs
 
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs import extend
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_its_record(uptrain, inputs, tmp_path):
@@ -64,8 +59,8 @@ def test_alpha_stays_unknown(uptrain, inputs, tmp_path):
 )
 def test_refusals(uptrain, tmp_path, settings, steps, words):
     """With wsd the learning rate decays from step 40."""
-    run = fake_runs.write_run(tmp_path / "run", **settings)
-    (fake_runs.write_checkpoint(run, 45) / "tensors/0.distcp").write_bytes(b"cut")
+    run = written_runs.write_run(tmp_path / "run", **settings)
+    (written_runs.write_checkpoint(run, 45) / "tensors/0.distcp").write_bytes(b"cut")
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", steps).refused(*words)
     assert not (tmp_path / "longer").exists()
 
@@ -97,7 +92,7 @@ def test_other_inputs_than_those_of_the_run(uptrain, inputs, tmp_path, name, oth
 
 
 def test_a_longer_run_inside_the_run(uptrain, tmp_path):
-    run = fake_runs.write_run(tmp_path / "run")
+    run = written_runs.write_run(tmp_path / "run")
     uptrain("extend", run, "--out", run / "longer", "--steps", 60).refused(f"lies in {run}, ", "another --out")
     uptrain("extend", run, "--out", run, "--steps", 60).refused("exists already", "uptrain resume")
 
@@ -118,14 +113,14 @@ def test_a_moved_run_that_is_the_present_folder(uptrain, inputs, tmp_path, monke
 
 
 def test_a_name_that_no_record_can_hold(uptrain, tmp_path):
-    run = fake_runs.write_run(tmp_path / os.fsdecode(b"bad\xff"), schedule="constant")
-    fake_runs.write_checkpoint(run, 45)
+    run = written_runs.write_run(tmp_path / os.fsdecode(b"bad\xff"), schedule="constant")
+    written_runs.write_checkpoint(run, 45)
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 60).refused("has a name that is not UTF-8")
 
 
 def test_more_tokens_than_a_record_can_hold(uptrain, inputs, tmp_path):
-    run = fake_runs.write_run(tmp_path / "run", schedule="constant")
-    fake_runs.write_checkpoint(run, 45)
+    run = written_runs.write_run(tmp_path / "run", schedule="constant")
+    written_runs.write_checkpoint(run, 45)
     uptrain("extend", run, "--out", tmp_path / "longer", "--steps", 10**18).refused("which is out of range")
     uptrain(*real_runs.arguments(inputs, tmp_path / "huge", steps=10**18)).refused("which is out of range")
 

@@ -21,11 +21,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.fixture
 def begin(uptrain, inputs, tmp_path):
     """Start a run of a family from a folder that holds nothing but a config.json."""

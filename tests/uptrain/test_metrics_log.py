@@ -2,8 +2,8 @@
 
 import json
 
-import fake_runs
 import pytest
+import written_runs
 
 from model.common.errors import InputError
 from uptrain.training.loss_rise import rise_warning
@@ -12,11 +12,11 @@ from uptrain.training.metrics_log import Metrics, read_metrics, write_metrics
 
 def records(n_steps):
     """Return what a run writes that evaluates every third step, and could not save the fourth."""
-    lines = [fake_runs.event(0, "started")]
+    lines = [written_runs.event(0, "started")]
     for step in range(n_steps):
-        lines += [fake_runs.evaluation(step, 1.0)] if step % 3 == 0 else []
-        lines += [fake_runs.step(step + 1, 2.0)]
-        lines += [fake_runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
+        lines += [written_runs.evaluation(step, 1.0)] if step % 3 == 0 else []
+        lines += [written_runs.step(step + 1, 2.0)]
+        lines += [written_runs.event(step + 1, "not saved", why="the disk is full")] if step == 4 else []
     return lines
 
 
@@ -49,7 +49,7 @@ def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
 def test_what_was_rejected_is_a_list_of_texts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for wrong in (10**9, "step 4", [4], None):
-        write_metrics(path, [fake_runs.event(0, "resumed", rejected=wrong)])
+        write_metrics(path, [written_runs.event(0, "resumed", rejected=wrong)])
         with pytest.raises(InputError, match=r"metrics\.jsonl:1 is damaged \(rejected"):
             read_metrics(path)
 
@@ -57,7 +57,7 @@ def test_what_was_rejected_is_a_list_of_texts(tmp_path):
 @pytest.mark.parametrize(
     "line",
     ['{"step": 1, "evaluation": {"targets": 8, "loss": -1e308}}',
-     json.dumps(fake_runs.step(1) | {"tokens_per_s": 1e308})],
+     json.dumps(written_runs.step(1) | {"tokens_per_s": 1e308})],
 )  # fmt: skip
 def test_a_number_too_large_to_draw(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

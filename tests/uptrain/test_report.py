@@ -8,8 +8,8 @@ from html import escape
 import matplotlib.image
 import numpy as np
 import pytest
-from fake_runs import evaluation, event, step, with_teacher, write_run
 from matplotlib.figure import Figure
+from written_runs import evaluation, event, step, with_teacher, write_run
 
 from uptrain.report.curves import Curve, moving_mean, thin, tokens_at, window
 from uptrain.report.figures import PANELS, _draw

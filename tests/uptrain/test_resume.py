@@ -15,11 +15,6 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.mark.parametrize(("layout", "precision", "loss"), CELLS)
 def test_stopped_three_times_is_bit_equal(inputs, tmp_path, layout, precision, loss):
     """Stopped twice in the first epoch (steps 0 to 5) and once in the second."""

@@ -23,11 +23,6 @@ from uptrain.training import loop
 from uptrain.training.metrics_log import Metrics
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.fixture
 def settings(uptrain, inputs, tmp_path):
     """Return what a run's options come to; it makes one step."""

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from fake_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
+from written_runs import evaluation, event, step, with_teacher, write_checkpoint, write_run
 
 import uptrain.commands.status as status_command
 import uptrain.report.status as status_module

@@ -21,7 +21,6 @@ from real_runs import (
     assert_same_run,
     drive,
     evaluations,
-    make_inputs,
     records,
     steps,
 )
@@ -31,11 +30,6 @@ from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
 from uptrain.training import logits as logits_module
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def teach_arguments(inputs, out, *more):

@@ -11,11 +11,6 @@ from accelerate.utils import LoggerType
 from uptrain.training.trackers import finish_trackers, log_to_trackers, start_trackers
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return real_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def test_a_tracker_that_is_not_installed(uptrain, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("uptrain.distributed.accelerator.get_available_trackers", list)
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--track", "wandb"))

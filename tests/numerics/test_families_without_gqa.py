@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from other_families import HEAD_DIM, HIDDEN, MPT, N_HEADS, STOCK_CLASSES, falcon, gpt_neox, mpt, mt5, t5
+from families_without_gqa import HEAD_DIM, HIDDEN, MPT, N_HEADS, STOCK_CLASSES, falcon, gpt_neox, mpt, mt5, t5
 from rounding import ROUNDING
 from safetensors.torch import save_file
 from transformers import (

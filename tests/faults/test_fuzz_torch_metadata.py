@@ -8,9 +8,9 @@ import frameworks
 import pytest
 import tiny
 import torch
-from fuzzing import change_index, convert_and_compare, file_names, fresh_copy, fuzz, names, numbers, values
 from hypothesis import strategies as st
 from torch_files import write_bin, write_dcp, write_meta
+from watched_conversions import change_index, convert_and_compare, file_names, fresh_copy, fuzz, names, numbers, values
 
 bins = file_names(".bin", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
 pieces = file_names(".distcp", "__0_0.distcp", "__1_0.distcp")
