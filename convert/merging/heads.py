@@ -66,7 +66,8 @@ def merge_groups(checkpoint: Checkpoint, merge: HeadMerge, recipe: Recipe) -> It
         rows = _read_group(checkpoint, sources, merge.source.rows_per_head)
         heads_HDM = rows.reshape(merge.sources_per_head, -1, prod(rows.shape[1:]))
         name = " to ".join(dict.fromkeys((sources[0][0], sources[-1][0])))
-        merged_DM = merge_heads(heads_HDM, rng)
+        with np.errstate(invalid="ignore"):  # the report refuses NaN and infinite values
+            merged_DM = merge_heads(heads_HDM, rng)
         report = report_on_group(heads_HDM, merged_DM, name)
         _, row = merge.target.tensor_and_row(head)
         yield row, merged_DM.reshape(merge.target.rows_per_head, *rows.shape[1:]), report

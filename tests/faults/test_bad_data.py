@@ -380,7 +380,7 @@ def test_too_few_tokens(prepare, tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"input_ids": [1, 2, 3]}\n' * 100)
     paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     prepare(*paths, ids=True, options=("--tokens", 331)).refused(
-        "the sources have 330 tokens, fewer than --tokens 331; add --data or lower it"
+        "the sources have 330 tokens, fewer than --tokens 331; add --data or lower --tokens"
     )
     weighted = [f"{path}=0.5" for path in paths]
     prepare(*weighted, ids=True, options=("--tokens", 100)).refused(

@@ -296,7 +296,7 @@ def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
         ("model.layers.1.mlp.up_proj.weight", lambda t: t[:-1].clone(), "model.layers.1.mlp.up_proj.weight"),
         ("model.layers.1.mlp.left.weight", lambda t: torch.ones(2, 2), "model.layers.1.mlp.left.weight"),
         ("model.embed_tokens.weight", lambda t: None, "lacks the tensor model.embed_tokens.weight."),
-        ("model.embed_tokens.weight", lambda t: t[:100].clone(), "but the model has a vocabulary of 100"),
+        ("model.embed_tokens.weight", lambda t: t[:100].clone(), "set vocab_size to 100"),
     ],
 )
 def test_damaged_models_are_refused_in_one_line(convert, tmp_path, name, change, words):
