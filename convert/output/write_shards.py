@@ -235,7 +235,9 @@ def scaled_rows(checkpoint: Checkpoint, output: TensorInfo, scaled: Scaled) -> I
     dtype = FLOAT_DTYPES[output.dtype]
     for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROW_BLOCK_BYTES):
         rows = checkpoint.rows(scaled.source, start, stop)
-        yield start, round_once(widen(rows).astype(np.float64) * scaled.factor, dtype)
+        with np.errstate(invalid="ignore"):  # NaN stays NaN, as in tensors that are copied
+            exact = widen(rows).astype(np.float64)
+        yield start, round_once(exact * scaled.factor, dtype)
 
 
 def digest(values: Array) -> str:
