@@ -37,9 +37,13 @@ def round_once(values: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:
 
 def read_finite(checkpoint: Checkpoint, name: str) -> Real:
     """Read a tensor as float64. Raises CheckpointError for NaN or infinity."""
-    tensor = checkpoint.tensors[name]
+    return read_finite_rows(checkpoint, name, 0, checkpoint.tensors[name].shape[0])
+
+
+def read_finite_rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Real:
+    """Read rows `start` to `stop` of a tensor as float64. Raises CheckpointError for NaN or infinity."""
     with np.errstate(invalid="ignore"):  # a cast of a signalling NaN; the check below refuses it
-        values: Real = widen(checkpoint.rows(name, 0, tensor.shape[0])).astype(np.float64)
+        values: Real = widen(checkpoint.rows(name, start, stop)).astype(np.float64)
     if not np.isfinite(values).all():
         raise CheckpointError(f"the tensor {name} holds NaN or infinite values; the checkpoint is damaged.")
     return values

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from convert.layer_tensors.converted_layer import ConvertedLayer
-from convert.layer_tensors.rounding import round_once, widen
+from convert.layer_tensors.rounding import read_finite_rows, rounded
 from convert.merging.heads import merge_groups
 from convert.output.converted_layers import ConvertedLayerCache
 from convert.planning.plan import Plan
@@ -231,13 +231,14 @@ class _ShardJob:
 
 
 def scaled_rows(checkpoint: Checkpoint, output: TensorInfo, scaled: Scaled) -> Iterator[tuple[int, Array]]:
-    """Yield a scaled tensor a few rows at a time, each with its first row, in the dtype of `output`."""
+    """Yield a scaled tensor a few rows at a time, each with its first row, in the dtype of `output`.
+
+    Raises CheckpointError for NaN or infinity, and for numbers that are too large for the dtype.
+    """
     dtype = FLOAT_DTYPES[output.dtype]
     for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROW_BLOCK_BYTES):
-        rows = checkpoint.rows(scaled.source, start, stop)
-        with np.errstate(invalid="ignore"):  # NaN stays NaN, as in tensors that are copied
-            exact = widen(rows).astype(np.float64)
-        yield start, round_once(exact * scaled.factor, dtype)
+        exact = read_finite_rows(checkpoint, scaled.source, start, stop)
+        yield start, rounded(output.name, exact * scaled.factor, dtype, "use --dtype bfloat16")
 
 
 def digest(values: Array) -> str:

@@ -306,6 +306,29 @@ def test_not_finite(refuse_source, source, value, method):
     refuse_source(name, "NaN or infinite", options=("--method", method))
 
 
+SIGNALLING_NAN = {
+    "float32": (torch.int32, 0x7F800001),
+    "bfloat16": (torch.int16, 0x7F81),
+    "float16": (torch.int16, 0x7C01),
+}
+
+
+@pytest.mark.parametrize("method", [("--method", "mean"), ("--method", "pca", "--calibration", "none")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("negative", [False, True])
+def test_a_signalling_nan_is_refused_without_a_warning(refuse_source, tmp_path, dtype, negative, method):
+    """Casts of it set the processor's flag for an invalid operation, of which numpy warns."""
+    name = "model.layers.0.self_attn.v_proj.weight"
+    path = tiny.save(tiny.build(), tmp_path / "signalling", dtype)
+    kind, bits = SIGNALLING_NAN[dtype]
+
+    def spoil(tensors):
+        tensors[name].view(kind)[0, 0] = bits | torch.iinfo(kind).min if negative else bits
+
+    rewrite(path, spoil)
+    refuse_source(name, "holds NaN or infinite values", options=method, path=path)
+
+
 @pytest.mark.parametrize("metadata", [{"format": "pt", "by": "\ud800"}, {"format": "pt", "\udc80": "me"}])
 def test_half_a_letter_in_the_metadata(refuse_source, source, metadata):
     path = min(source.glob("*.safetensors"))

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from commands import left_behind
-from damage import edit_tensors
+from damage import edit_tensors, rewrite
 from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
 from self_kill import run_self_killing
@@ -22,6 +22,32 @@ from model.common.tokenizer import open_tokenizer
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 BY_WEIGHTS = ("--calibration", "none")
 SIZE = ("--latent", 12, "--rope", 8)
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7F800000])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_rescaled_tensors_hold_finite_numbers(refused, tmp_path, name, bits):
+    """Signalling NaN, quiet NaN and infinity. A source with another epsilon than 1e-6 needs rescaled tensors."""
+    path = latent.make_source(tmp_path / "other", rms_norm_eps=1e-5)
+
+    def spoil(tensors):
+        tensors[name].view(torch.int32)[-1, -1] = bits
+
+    rewrite(path, spoil)
+    refused(f"the tensor {name} holds NaN or infinite values", path=path)
+
+
+def test_rescaled_tensors_fit_into_their_dtype(refused, tmp_path):
+    """An epsilon below 1e-6 makes numbers larger, here tenfold."""
+    path = latent.make_source(tmp_path / "other", dtype="float16", rms_norm_eps=1e-8)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def enlarge(tensors):
+        tensors[name][0, 0] = 30000.0
+
+    rewrite(path, enlarge)
+    words = (f"the converted {name} does not fit into its dtype float16", "use --dtype bfloat16")
+    refused(*words, path=path, options=("--latent", 13, "--rope", 8, "--latent-norm", "bias", *BY_WEIGHTS))
 
 
 @pytest.fixture
