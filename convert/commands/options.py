@@ -56,9 +56,9 @@ def output_options(command: Command) -> Command:
                      help="Largest weight file of OUT, e.g. 5GB.  [default: the shards of SOURCE; 5GB for GGUF, Meta's "
                      "format and torch.distributed.checkpoint]"),
         click.option("--workers", type=WholeNumber(1), default=WORKERS, show_default=True, metavar="N",
-                     help="Threads that copy, merge and checksum. They mostly wait for the disk."),
+                     help="Threads that write and checksum. They mostly wait for the disk."),
         click.option("--dry-run", is_flag=True,
-                     help="Print sizes, memory and the time of a calibration, and write nothing."),
+                     help="Print sizes, memory and the time of any calibration, and write nothing."),
         click.option("--overwrite", is_flag=True, help="Replace OUT if it is a checkpoint folder."),
         json_option(),
     )  # fmt: skip

@@ -284,7 +284,11 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     chosen = json.loads((out / "run.json").read_text())["settings"]["micro_batch"]
     assert chosen <= windows < 2 * chosen
     other = tmp_path / "other"
-    uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300).succeeded()
+    result = uptrain(*fixed, "--out", other, "--max-minutes", 0, "--micro-batch", 300)
+    result.succeeded()
+    # A step has 256 windows.
+    assert ("--trainable all --micro-batch 256 needs an estimated" in result.err) == (windows < 256)
+    assert ("the run may fail for lack of memory" in result.err) == (windows < 256)
     assert json.loads((other / "run.json").read_text())["settings"]["micro_batch"] == 300
 
 

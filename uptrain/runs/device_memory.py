@@ -1,4 +1,6 @@
-"""Choose the micro-batch whose estimated memory fits the device, or refuse the run before weights are read."""
+"""Compare the estimated memory of a run with that of the device, before weights are read.
+
+Choose the micro-batch that fits, or refuse the run. If the user chose it, only warn."""
 
 import os
 import shlex
@@ -7,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model.common.console import format_bytes
+from model.common.console import format_bytes, warn
 from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
@@ -59,6 +61,16 @@ def fitting_micro_batch(
     if uses_gpu() and not is_local_main_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")
     raise InputError(refusal)
+
+
+def warn_if_too_large(estimator: MemoryEstimator, chosen: MemoryOptions) -> None:
+    """Warn if the run's options, with the micro-batch that the user chose, do not fit this process's device."""
+    needed, usable = estimator.memory(chosen).per_device(n_shards()), usable_memory()
+    if needed > usable and is_local_main_process():
+        warn(
+            f"{chosen.flags} --micro-batch {chosen.micro_batch} needs an estimated {format_bytes(needed)}, but the device "
+            f"has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}): the run may fail for lack of memory."
+        )
 
 
 def usable_memory() -> int:

@@ -18,7 +18,7 @@ from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
-from uptrain.runs.device_memory import fitting_micro_batch, has_estimate
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, warn_if_too_large
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
 
@@ -59,7 +59,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         loss=loss,
         steps=budget.steps,
         global_batch=global_batch,
-        micro_batch=options.micro_batch or _micro_batch(options, chosen, config, seq_len, n_windows, precision, rank),
+        micro_batch=_micro_batch(options, chosen, config, seq_len, n_windows, precision, rank),
         schedule=schedule.kind,
         lr=schedule.peak,
         warmup_steps=schedule.warmup_steps,
@@ -120,19 +120,22 @@ def _micro_batch(
     precision: str,
     rank: int,
 ) -> int:
-    """Return the default micro-batch, in windows: one that fits the device if the model's memory can be estimated.
+    """Return the micro-batch, in windows. The default fits the device if the model's memory can be estimated.
 
     `n_windows`: how many a process has in a step.
 
-    Raises InputError if one window does not fit.
+    Raises InputError if one window does not fit; only warns if the user chose the micro-batch.
     """
     if options.model is None or not has_estimate(config):
-        return default_micro_batch(seq_len, n_windows)
+        return options.micro_batch or default_micro_batch(seq_len, n_windows)
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
     if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
         warn(warning)
+    if options.micro_batch:
+        warn_if_too_large(estimator, replace(chosen, micro_batch=min(options.micro_batch, n_windows)))
+        return options.micro_batch
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 
 
