@@ -31,6 +31,7 @@ def heads_of(folder, sizes):
 def main() -> None:
     here = Path(sys.argv[1])
     request = json.loads((here / "request.json").read_text())
+    os.environ.update(request.get("variables", {}))  # vLLM reads its variables when it uses them
     answer = {"version": vllm.__version__, "heads": {}, "greedy": {}}
     arrays = {}
     for name, folder in request["folders"].items():
