@@ -281,7 +281,7 @@ def _top_k_of_windows(
     device = teacher.lm_head_weight.device
     batch = Batch.read(cache, windows, device)
     is_text_N = (batch.documents_BT[:, :-1] >= 0).flatten()
-    size = tokens_per_chunk(teacher)
+    size = tokens_per_chunk(teacher, len(is_text_N))
     logits = chunk_logits(teacher, batch, size)
     parts = [top_k_of(logits.of(slice(start, start + size)), top_k) for start in range(0, len(is_text_N), size)]
     values_NL, ids_NK = (torch.cat(tensors).where(is_text_N[:, None], 0) for tensors in zip(*parts, strict=True))

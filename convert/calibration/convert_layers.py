@@ -64,7 +64,7 @@ def validation_errors(
     text = validation_text(recipe.text)
     folder.mkdir(parents=True)
     errors, last = {}, max(indices)
-    with fast_float32_matmul(recipe.device):
+    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, lambda n: None, recipe.device):
             layer.run(lambda heads: None)
             if layer.index in indices:

@@ -32,9 +32,9 @@ from model.common import console
 from model.common.console import Advance
 from model.common.errors import CheckpointError
 from model.common.files import file_sha256, replace_file
-from model.common.machine import available_memory
 from model.common.tokenizer import TOKENIZER_FILE_PREFIXES, VOCABULARIES
 from model.decoder.config import is_native
+from model.decoder.devices import free_memory, out_of_memory_as_run_error
 from model.decoder.generation import sample
 from model.decoder.loading import stop_ids
 from model.geometry import read_geometry
@@ -103,8 +103,7 @@ class TextGeneration:
     def check_memory(self, n_embeddings: int) -> None:
         """Raise CheckpointError if the device has less free memory than `memory`."""
         needed = self.memory(n_embeddings)
-        on_gpu = self.device.startswith("cuda")
-        available = torch.cuda.mem_get_info(self.device)[0] if on_gpu else available_memory()
+        available = free_memory(torch.device(self.device))
         if needed > available:
             raise CheckpointError(
                 f"--calibration self holds the whole model in memory, which takes {needed / 1e9:.1f} GB; "
@@ -123,10 +122,11 @@ class TextGeneration:
         unwritten = {file: start for file, start in batches.items() if not file.exists()}
         advance(self.n_tokens - sum(self._rows_from(start) * self.window_tokens for start in unwritten.values()))
         if unwritten:
-            writer = _Writer(self.checkpoint, self.bos_ids, self.device)
-            for file, start in unwritten.items():
-                ids_BT = writer.write(self._rows_from(start), self.window_tokens, (self.seed, start), advance)
-                replace_file(file, ids_BT.tobytes())
+            with out_of_memory_as_run_error(self.device):
+                writer = _Writer(self.checkpoint, self.bos_ids, self.device)
+                for file, start in unwritten.items():
+                    ids_BT = writer.write(self._rows_from(start), self.window_tokens, (self.seed, start), advance)
+                    replace_file(file, ids_BT.tobytes())
         ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
         return np.concatenate(ids).reshape(self.n_windows, self.window_tokens)
 

@@ -20,7 +20,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import fast_float32_matmul
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
 
 _DECOMPOSITIONS = 40
 """FLOPs of a closed form, in cubes of the hidden size: measured 30 to 60 for 256 to 2048, with several weights."""
@@ -46,7 +46,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     text, recipe = plan.recipe.text, plan.recipe
     if text is None:
         return 0.0
-    with torch.inference_mode(), fast_float32_matmul(recipe.device):
+    with out_of_memory_as_run_error(recipe.device), torch.inference_mode(), fast_float32_matmul(recipe.device):
         layer = _measure(checkpoint, plan)
         writing = writing_seconds(plan, text.window_tokens * layer.run)
     validation = text.n_tokens / VALIDATION_EVERY
@@ -93,11 +93,11 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     )
     target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
     weights, x_BTM = latent_weights(latent, target.frequencies_C).to(runnable.device), layer.inputs(batch)
-    n_tokens = len(batch) * text.window_tokens
+    n_tokens, device = len(batch) * text.window_tokens, plan.recipe.device
     return _Measured(
         load=load,
-        run=fastest(run) / n_tokens,
-        output=fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T) / n_tokens,
-        queries=fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys)),
+        run=fastest(run, device) / n_tokens,
+        output=fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T, device) / n_tokens,
+        queries=fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys), device),
         solving=_DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
     )

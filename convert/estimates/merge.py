@@ -27,7 +27,7 @@ from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import fast_float32_matmul
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
 
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
@@ -52,7 +52,8 @@ def merge_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     """Return an estimate in seconds, correct within a factor of two. Measuring takes about a second."""
     if plan.recipe.text is None or not plan.conversions:
         return 0.0
-    with torch.inference_mode(), fast_float32_matmul(plan.recipe.device):
+    device = plan.recipe.device
+    with out_of_memory_as_run_error(device), torch.inference_mode(), fast_float32_matmul(device):
         measured = _measure(checkpoint, plan)
         writing = writing_seconds(plan, measured.run)
     return len(plan.conversions) * _layer_seconds(plan, measured) + writing
@@ -96,16 +97,17 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     sums = HeadSums(layer, plan.n_kv_heads)
     weights = _random_weights(plan).to(runnable.device)
 
-    def output() -> None:
+    def output() -> tuple[Tensor, Tensor]:
         out_TC: Tensor = runnable.heads_out(weights, layer.inputs([0]))[0]
         power_CN = out_TC.T @ out_TC[:, : (out_TC.shape[1] + BLOCK) // 2]  # the size of the refit's block triangle
-        float(power_CN.sum() + (out_TC.T @ layer.on_device(states_NTM)[0]).sum())  # waits for a GPU
+        return power_CN, out_TC.T @ layer.on_device(states_NTM)[0]
 
-    run = fastest(lambda: runnable.run(layer.on_device(states_NTM), lambda heads: None))
-    with_moments = fastest(lambda: runnable.run(layer.on_device(states_NTM), sums.add))
+    device = plan.recipe.device
+    run = fastest(lambda: runnable.run(layer.on_device(states_NTM), lambda heads: None), device)
+    with_moments = fastest(lambda: runnable.run(layer.on_device(states_NTM), sums.add), device)
     run += times_longer * max(0.0, with_moments - run)
     whole = text.window_tokens / length
-    return _Measured(load, whole * run, whole * fastest(output), solving_speed())
+    return _Measured(load, whole * run, whole * fastest(output, device), solving_speed())
 
 
 def _random_weights(plan: MergePlan) -> HeadWeights:

@@ -20,12 +20,13 @@ _COPIED_BYTES = 1 << 27
 """Size of the tensor whose copy measures the speed of memory, more than caches hold."""
 
 
-def fastest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several runs. The first one also fills caches."""
+def fastest(work: Callable[[], object], device: str = "cpu") -> float:
+    """Return the seconds of the fastest of several runs on a device. The first one also fills caches."""
     seconds: list[float] = []
     while len(seconds) < _MAX_RUNS and sum(seconds) < _MAX_SECONDS:
         started = time.perf_counter()
         work()
+        float(torch.ones((), device=device))  # waits for a GPU
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 
@@ -54,7 +55,7 @@ def _bytes_per_second(device: str) -> float:
     """Return the speed of a device's memory."""
     source = torch.ones(_COPIED_BYTES // 4, device=device)
     copy = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / fastest(lambda: float(copy.copy_(source)[0]))  # `float` waits for a GPU
+    return 2 * _COPIED_BYTES / fastest(lambda: copy.copy_(source), device)
 
 
 def layer_weights(plan: Plan) -> float:

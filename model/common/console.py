@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
+from model.common.errors import InputError, RankError, RunError, is_device_error, is_lost_process, is_out_of_memory
 from model.common.launcher_variables import has_launcher, is_local_main_process
 from model.common.printable import first_sentence, one_line, printable, printable_json
 
@@ -110,6 +110,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"not enough memory ({first_sentence(str(error))}).", FAILED
     if is_device_error(error):
         return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another.", FAILED
+    if is_lost_process(error):
+        return f"another process cannot be reached, and may have ended ({first_sentence(str(error))}).", FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error

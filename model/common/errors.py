@@ -54,6 +54,16 @@ def is_device_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_torchs
 
 
+def is_lost_process(error: BaseException) -> bool:
+    """Return whether an error means that another process of a training is unreachable, probably because it has ended.
+
+    gloo raises a RuntimeError that names its source file, NCCL a DistBackendError. NCCL's watchdog may also end the
+    process itself, after the timeout of collectives, and the launcher 30 seconds after another process has failed.
+    """
+    is_torchs = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return isinstance(error, RuntimeError) and (is_torchs or "gloo/transport" in str(error))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether numpy, or torch on any device, could not allocate memory. Needs no torch."""
     # CUDA and NCCL say "out of memory", in errors of several types. cuBLAS and cuDNN name a status.

@@ -65,12 +65,16 @@ def torch_has_packed_attention() -> bool:
 def has_flash_attention(x: Tensor, head_dim: int) -> bool:
     """Return whether heads computed from x can use flash attention.
 
-    It needs CUDA, half precision, an Ampere GPU or newer, and a head_dim that is a multiple of 8 (others would be
-    padded) and at most 256.
+    It needs CUDA, half precision, an Ampere GPU or newer, and a fitting head_dim.
     """
     if not x.is_cuda or matmul_dtype(x) not in (torch.float16, torch.bfloat16):
         return False
-    return head_dim % 8 == 0 and head_dim <= 256 and gpu_has_flash_attention(x.device)
+    return is_flash_head_dim(head_dim) and gpu_has_flash_attention(x.device)
+
+
+def is_flash_head_dim(head_dim: int) -> bool:
+    """Return whether flash attention takes heads of this size. It would pad those that are no multiple of 8."""
+    return head_dim % 8 == 0 and head_dim <= 256
 
 
 def gpu_has_flash_attention(device: torch.device | None = None) -> bool:

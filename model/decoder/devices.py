@@ -1,13 +1,15 @@
-"""Find the device of a model, multiply float32 fast on a CPU, report a lack of GPU memory, compute in float64."""
+"""Find the device of a model and its free memory, multiply float32 fast on a CPU, compute in float64."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError, RunError, is_out_of_memory
+from model.common.machine import available_memory
 
 
 def available_devices() -> list[str]:
@@ -26,6 +28,12 @@ def find_device(name: str) -> torch.device:
         choices = ", ".join([AUTO_DEVICE, *available])
         raise InputError(f"--device {name} is not available here; choose one of {choices}.")
     return torch.device(full_name)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of a device. A Mac's GPU (mps) shares the memory of the CPU."""
+    module: Any = getattr(torch, device.type, None)
+    return int(module.mem_get_info(device.index)[0]) if hasattr(module, "mem_get_info") else available_memory()
 
 
 @contextmanager

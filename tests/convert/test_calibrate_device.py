@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import convert_layers
+from convert.estimates.timing import fastest
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
@@ -71,6 +72,31 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
     assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.groupwise", "source"]
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").succeeded()
+
+
+@pytest.mark.parametrize(
+    ("work", "options"),
+    [
+        ("convert.estimates.merge._measure", FIT),
+        ("convert.calibration.generated_text._Writer", ("--calibration", "self", *FIT)),
+    ],
+)
+def test_too_little_memory_before_the_first_layer(convert, parent, tmp_path, monkeypatch, work, options):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(work, fail)
+    result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options)
+    words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
+    assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
+
+
+def test_times_wait_for_the_device(monkeypatch):
+    """A GPU works on after its operations were queued."""
+    waits = []
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: waits.append(device) or 1.0)
+    assert fastest(lambda: time.sleep(0.01), "cuda:1") >= 0.01
+    assert waits == ["cuda:1"] * 3
 
 
 def test_the_plan_names_the_device_and_the_time(convert, parent, tmp_path, monkeypatch):

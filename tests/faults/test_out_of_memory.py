@@ -7,6 +7,7 @@ import real_runs
 import tiny
 import torch
 from tiny_tokenizers import make_tokenizer
+from torch.distributed import DistBackendError
 
 from convert.layer_tensors.layer_file import save_layer
 from convert.layers.transformers_layer import TransformersLayer
@@ -25,6 +26,16 @@ from uptrain.training import loop
         (
             RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …"),
             "the GPU failed (CUDA error: an illegal memory access was encountered); if it fails again, use another.",
+        ),
+        (
+            RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+            "another process cannot be reached, and may have ended ([/gloo/gloo/transport/tcp/pair.cc:553] Connection "
+            "closed by peer).",
+        ),
+        (
+            DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error"),
+            "another process cannot be reached, and may have ended (NCCL error in: ProcessGroupNCCL.cpp:94, unhandled "
+            "system error).",
         ),
     ],
 )

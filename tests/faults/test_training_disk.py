@@ -237,10 +237,12 @@ def test_the_cause_reaches_all_ranks(tmp_path):
 def test_machines_that_do_not_share_the_folder(tmp_path, uptrain, monkeypatch):
     """A second machine whose disk lacks the run's folder, or has another folder of that name."""
     inputs, out = real_runs.make_inputs(tmp_path), tmp_path / "run"
-    monkeypatch.setattr(store, "gather", lambda _, value: [value, False] if value is True else [value])
+    monkeypatch.setattr(store, "all_gather", lambda _, value: [value, False] if value is True else [value])
     uptrain(*real_runs.arguments(inputs, out)).refused("not every process finds", "that all machines share")
     elsewhere = {"tensors/__1_0.distcp": {"bytes": 1, "sha256": "0"}}
-    monkeypatch.setattr(store, "gather", lambda _, value: [value, elsewhere] if isinstance(value, dict) else [value])
+    monkeypatch.setattr(
+        store, "all_gather", lambda _, value: [value, elsewhere] if isinstance(value, dict) else [value]
+    )
     result = uptrain(*real_runs.arguments(inputs, tmp_path / "second"))
     assert result.code == 1, result
     assert "another process wrote tensors/__1_0.distcp to a disk of its own" in result.err

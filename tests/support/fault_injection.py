@@ -148,7 +148,7 @@ class _Saboteur:
             setattr(module, name, value)
         self._wrap(tensors, "save_tensors", lambda *_: "")
         self._wrap(store, "checksum", lambda path: name_of(path))
-        self._wrap(store, "gather", self._note_gather)
+        self._wrap(store, "all_gather", self._note_gather)
         self._wrap(store.CheckpointStore, "save", self._note_save)
         self._wrap(loop, "windows_of_step", self._note_step)
         self._wrap(loop, "_backward", lambda *_: str(self._step))

@@ -40,7 +40,7 @@ def test_the_default_precision_is_one_that_the_device_has(monkeypatch, kind, nat
 
 
 def test_devices_of_different_defaults(monkeypatch):
-    monkeypatch.setattr(accelerators, "gather", lambda accelerator, value: [value, "bf16"])
+    monkeypatch.setattr(accelerators, "all_gather", lambda accelerator, value: [value, "bf16"])
     with pytest.raises(InputError, match=r"default precision \(bf16 and fp32\); give --precision"):
         make_accelerator("fp32", ())
 
@@ -57,7 +57,7 @@ def test_processes_meet_without_a_barrier(monkeypatch):
 def test_replicas_on_processes_that_see_only_their_own_device(monkeypatch, local_ranks, kind, refused):
     """As with `srun --gpus-per-task=1`: all processes refuse, also the first, whose own number is there."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(accelerators, "gather", lambda accelerator, value: [rank < 1 for rank in local_ranks])
+    monkeypatch.setattr(accelerators, "all_gather", lambda accelerator, value: [rank < 1 for rank in local_ranks])
     accelerator = SimpleNamespace(distributed_type=DistributedType[kind], local_process_index=0)
     with pytest.raises(InputError, match=r"replicas \(DDP\) .* see all GPUs") if refused else nullcontext():
         accelerators.check_replicas(accelerator)
@@ -211,6 +211,14 @@ def test_a_parallelism_config_is_checked_before_processes_join(monkeypatch):
         make_accelerator("fp32", ())
 
 
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_OFFLOAD_PARAMS"])
+def test_a_variable_of_a_launcher_that_is_neither_true_nor_false(monkeypatch, variable):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv(variable, "maybe")
+    with pytest.raises(InputError, match=f"the variable {variable} is 'maybe', neither true nor false; unset it"):
+        make_accelerator("fp32", ())
+
+
 def test_compilation_by_the_launcher(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     with pytest.raises(InputError, match=r"ACCELERATE_DYNAMO_BACKEND=INDUCTOR .* the option --compile in its place"):
@@ -226,7 +234,7 @@ def test_a_process_that_sees_one_of_many_devices(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     device = SimpleNamespace(mem_get_info=lambda index: asked.append(index) or (1000, 2000))
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    monkeypatch.setattr(torch, "cuda", device)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert (device_memory.usable_memory(), asked) == (920, [0])
 

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from model.common.errors import InputError, RunError
 from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed import collectives
-from uptrain.distributed.collectives import destroy_process_group, gather, on_main, on_main_without_group
+from uptrain.distributed.collectives import all_gather, destroy_process_group, on_main, on_main_without_group
 
 
 def slow_work(seconds):
@@ -36,7 +36,7 @@ def wait_for_slow_work():
         on_main(accelerator, refuse)
     with pytest.raises(ZeroDivisionError if accelerator.is_main_process else RunError, match="by zero"):
         on_main(accelerator, lambda: 1 // 0)
-    assert gather(accelerator, accelerator.process_index) == [0, 1, 2]
+    assert all_gather(accelerator, accelerator.process_index) == [0, 1, 2]
     destroy_process_group()
     print("ended")
 
@@ -50,7 +50,7 @@ def test_work_may_take_longer_than_collectives(tmp_path):
 def work_first(disks, begun):
     """Run work of two seconds on the main process, each on its own disk; others come when it has begun."""
     folder = disks[int(os.environ["RANK"])] / "runs/run.data"
-    collectives._START_SECONDS = 0.0
+    collectives._SHARED_DISK_SECONDS = 0.0
 
     def work():
         begun.touch()
@@ -84,7 +84,7 @@ def test_machines_that_wait_for_the_main_one(tmp_path, shared):
 
 
 def test_one_machine_needs_no_marker(tmp_path, monkeypatch):
-    monkeypatch.setattr(collectives, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(collectives, "_SHARED_DISK_SECONDS", 0.0)
     done = tmp_path / "run.data/done"
 
     def work():

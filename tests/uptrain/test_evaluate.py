@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import caches
 import numpy as np
@@ -14,6 +15,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from uptrain.data.token_cache import TokenCache
+from uptrain.training.logits import tokens_per_chunk
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +180,10 @@ def test_a_second_text_is_refused(tmp_path, uptrain):
     uptrain("run", model, "--data", "a", *budget, "--eval-data", "a", "--eval-data", "b", "--out", "run").refused(
         "--eval-data is given 2 times"
     )
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 32), ("meta", 261)])
+def test_a_gpu_evaluates_in_the_chunks_of_training(device, tokens):
+    """It reads the LM head once per chunk: 1 GB in bfloat16 for Llama 3."""
+    model = SimpleNamespace(lm_head_weight=torch.empty(128256, 4096, dtype=torch.bfloat16, device=device))
+    assert tokens_per_chunk(model, 8192) == tokens

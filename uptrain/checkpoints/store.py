@@ -38,7 +38,7 @@ from uptrain.checkpoints.files import (
     step_of,
 )
 from uptrain.checkpoints.tensors import SaveError, write_tensors
-from uptrain.distributed.collectives import gather, on_main
+from uptrain.distributed.collectives import all_gather, on_main
 
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 _NFS_SECONDS = 60
@@ -75,7 +75,7 @@ class CheckpointStore:
         Raises InputError on all ranks if one of them does not find the folder.
         """
         on_main(self._accelerator, self._remove_leftovers)
-        if not all(gather(self._accelerator, _first_missing([self.folder]) is None)):
+        if not all(all_gather(self._accelerator, _first_missing([self.folder]) is None)):
             raise InputError(
                 f"not every process finds {self.folder}; put the run into a folder that all machines share."
             )
@@ -129,7 +129,7 @@ class CheckpointStore:
             yield
         except OSError as error:
             message = str(error) or repr(error)
-        messages = [each for each in gather(self._accelerator, message) if each]
+        messages = [each for each in all_gather(self._accelerator, message) if each]
         if messages:
             raise SaveError(messages[0])
 
@@ -150,7 +150,7 @@ class CheckpointStore:
         """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
         with self._raising_together():
             sums = self._sync_and_sum(unfinished)
-        all_sums = gather(self._accelerator, sums)
+        all_sums = all_gather(self._accelerator, sums)
         on_main(self._accelerator, self._check_lock)
         with self._raising_together():
             if self._accelerator.is_main_process:
@@ -228,7 +228,7 @@ class CheckpointStore:
         Raises RunError on all ranks if one of them cannot read a file that is there.
         """
         damage = unreadable = ""
-        names = {name for names in gather(self._accelerator, _file_names(folder)) for name in names}
+        names = {name for names in all_gather(self._accelerator, _file_names(folder)) for name in names}
         try:
             if missing := _first_missing(folder / name for name in sorted(names)):
                 unreadable = f"process {self._accelerator.process_index} does not find {missing}, but another does"
@@ -236,7 +236,7 @@ class CheckpointStore:
                 damage = find_damage(folder, self._accelerator.process_index, self._accelerator.num_processes)
         except OSError as error:
             unreadable = str(error)
-        found = gather(self._accelerator, (damage, unreadable))
+        found = all_gather(self._accelerator, (damage, unreadable))
         if problem := next((problem for _, problem in found if problem), ""):
             raise RunError(_unreadable(folder, problem))
         return next((damage for damage, _ in found if damage), "")

@@ -20,16 +20,17 @@ from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.launcher_variables import local_rank, local_world_size, world_size
 from model.decoder.devices import find_device
-from uptrain.distributed.collectives import gather
+from uptrain.distributed.collectives import all_gather
 from uptrain.distributed.fsdp import fsdp_plugin, is_sharded
 
-PATIENCE = timedelta(minutes=30)
-"""Timeout of collectives. NCCL's default of 10 minutes may be too short to load a model or verify a checkpoint."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""NCCL's default of 10 minutes may be too short to load a model or verify a checkpoint. accelerate's groups for shards
+with replicas keep that default; they only compute steps."""
 
 _WORLD_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
 """Variables from which accelerate reads the number of processes on CPUs (`PartialState._prepare_backend`)."""
 _TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
-"""Values that accelerate reads as true or false in ACCELERATE_USE_CPU (`str_to_bool`)."""
+"""Values that accelerate reads as true or false in variables (`str_to_bool`)."""
 
 
 def uses_gpu() -> bool:
@@ -129,7 +130,7 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # otherwise memory holds gradients twice
-            InitProcessGroupKwargs(timeout=PATIENCE),
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
         ],
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=f"{folder}/tensorboard") if track else None,
@@ -149,7 +150,7 @@ def _check_group(accelerator: Accelerator, precision: str) -> None:
     """Raise InputError unless the processes that the launcher started form one group, of one precision."""
     # A rank that exits now with an error would break the others while they still join. This is no barrier, because
     # accelerate's names a device by the local rank, which a process that sees only its own does not have.
-    precisions = sorted(set(gather(accelerator, precision)))
+    precisions = sorted(set(all_gather(accelerator, precision)))
     launched = world_size()
     if launched != accelerator.num_processes:
         raise InputError(
@@ -168,7 +169,7 @@ def check_replicas(accelerator: Accelerator) -> None:
     """
     if accelerator.distributed_type == DistributedType.MULTI_GPU:
         rank, n_devices = accelerator.local_process_index, torch.accelerator.device_count()
-        if not all(gather(accelerator, rank < n_devices)):
+        if not all(all_gather(accelerator, rank < n_devices)):
             raise InputError(
                 "replicas (DDP) need processes that see all GPUs of their machine, but some see fewer than there are "
                 "processes on it; start them without `srun --gpus-per-task` or CUDA_VISIBLE_DEVICES of their own, or "
@@ -242,9 +243,6 @@ def check_launcher() -> None:
         )
     if missing or not os.environ.get("WORLD_SIZE"):
         _refuse_leftovers()
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false")
-    if use_cpu.lower() not in _TRUE + _FALSE:
-        raise InputError(f"the variable ACCELERATE_USE_CPU is {use_cpu!r}, neither true nor false; unset it.")
     if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError("Megatron-LM is not supported; unset ACCELERATE_USE_MEGATRON_LM.")
     n_here, n_gpus = local_world_size(), torch.accelerator.device_count() if uses_gpu() else 0
@@ -268,8 +266,12 @@ def _refuse_leftovers() -> None:
 
 def _uses_cpu() -> bool:
     """Return whether the launcher asks for the CPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in _TRUE
+    return _is_set("ACCELERATE_USE_CPU")
 
 
 def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("true", "1")
+    """Return whether a launcher's variable is true. Raises InputError if it is neither true nor false."""
+    value = os.environ.get(variable, "false")
+    if value.lower() not in _TRUE + _FALSE:
+        raise InputError(f"the variable {variable} is {value!r}, neither true nor false; unset it.")
+    return value.lower() in _TRUE

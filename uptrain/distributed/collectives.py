@@ -1,4 +1,4 @@
-"""Collective operations: sum, gather, run work on the main process, and destroy the process group."""
+"""Collective operations: sum, all-gather, run work on the main process, and destroy the process group."""
 
 import functools
 import gc
@@ -24,8 +24,8 @@ from uptrain.distributed.signals import interruptible, stop_request
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
 _SHORTEST_PAUSE = 0.002
-_START_SECONDS = 600.0
-"""The longest time for which a process may be ready before the main process is, and its disk show it to others."""
+_SHARED_DISK_SECONDS = 600.0
+"""The longest time until the main process has started, and the other machines see a file of it on the shared disk."""
 
 
 def all_reduce_sum(accelerator: Accelerator, values: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def all_reduce_max(accelerator: Accelerator, value: Tensor) -> Tensor:
     return value
 
 
-def gather(accelerator: Accelerator, value: T) -> list[T]:
+def all_gather(accelerator: Accelerator, value: T) -> list[T]:
     """Return the values of all ranks, in their order."""
     if accelerator.num_processes == 1:
         return [value]
@@ -62,28 +62,19 @@ def destroy_process_group() -> None:
     PartialState().destroy_process_group()
 
 
-def is_lost_process(error: Exception) -> bool:
-    """Return whether an error means that another process is unreachable, probably because it has ended.
-
-    gloo raises a RuntimeError that names its source file. NCCL's watchdog usually ends the process itself, at most
-    half an hour later (`accelerator.PATIENCE`).
-    """
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-
-
 def on_main_without_group(work: Callable[[], object], done: Path) -> None:
     """Run `work` on the main process, while the others wait for the file `done`, which it writes last.
 
     This is for long work before the process group exists, since collectives have a timeout. If the main process fails,
     the launcher ends the others. With several machines, a marker beside the folder of `done` shows that they share its
-    disk. Raises InputError on a machine where neither appears within _START_SECONDS.
+    disk. Raises InputError on a machine where neither appears within _SHARED_DISK_SECONDS.
     """
     folder = done.absolute().parent
     marker = folder.parent / f".{folder.name}.started"
     if is_main_process():
         with _marked(marker) if several_machines() else nullcontext():
             work()
-    is_shared, deadline = not several_machines(), time.monotonic() + _START_SECONDS
+    is_shared, deadline = not several_machines(), time.monotonic() + _SHARED_DISK_SECONDS
     with interruptible():
         while not done.is_file():
             is_shared = is_shared or _has_mark(marker)

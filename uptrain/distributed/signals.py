@@ -20,7 +20,9 @@ KILLED = 130
 """Exit code after a second signal."""
 STARTS_AGAIN = "nothing was kept, and the same command starts again"
 CONTINUES = "finished work is kept, and the same command continues"
-STOPPING = "Stopping. The run saves first, if it has begun; a second signal stops it without saving."
+STOPPING = (
+    "Stopping. The run saves first, if it has begun and no process has failed; a second signal stops it without saving."
+)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 

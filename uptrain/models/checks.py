@@ -5,6 +5,11 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError, prefix_path
 from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
@@ -13,6 +18,7 @@ from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from model.language_model import open_language_model, read_language_config, wrapper_of
+from uptrain.distributed.collectives import all_reduce_sum
 from uptrain.models.load import build_meta_from_config, build_meta_from_folder, make_trainable, tensor_shapes
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
@@ -130,3 +136,12 @@ def _check_names(folder: Path, parameters: Iterable[str], prefix: str, files: Co
                 f"({name}), so other programs could not open the result. This affects mixture-of-experts models, and "
                 "GPT-NeoX before conversion; train attention alone (--trainable attention)."
             )
+
+
+def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Return whether all weights are finite. Each rank checks its own shards of a sharded model."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
+    n_broken = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    for tensor in local:  # none in a teacher that shares all
+        n_broken += ~tensor.isfinite().all()
+    return not all_reduce_sum(accelerator, n_broken).item()

@@ -1,18 +1,18 @@
 """Compare the estimated memory of a run with that of the device, before weights are read.
 
-Choose the micro-batch that fits, or refuse the run. If the user chose it, only warn."""
+Choose the micro-batch that fits, or refuse the run. If the user chose it, only warn.
+"""
 
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from model.common.console import format_bytes, warn
 from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
+from model.decoder.devices import free_memory
 from uptrain.distributed.accelerator import n_shards, own_gpu, uses_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
@@ -68,8 +68,9 @@ def warn_if_too_large(estimator: MemoryEstimator, chosen: MemoryOptions) -> None
     needed, usable = estimator.memory(chosen).per_device(n_shards()), usable_memory()
     if needed > usable and is_local_main_process():
         warn(
-            f"{chosen.flags} --micro-batch {chosen.micro_batch} needs an estimated {format_bytes(needed)}, but the device "
-            f"has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}): the run may fail for lack of memory."
+            f"{chosen.flags} --micro-batch {chosen.micro_batch} needs an estimated {format_bytes(needed)}, but the "
+            f"device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}): the run may fail for lack of "
+            "memory."
         )
 
 
@@ -78,9 +79,5 @@ def usable_memory() -> int:
 
     The processes of a machine share the memory of its CPU.
     """
-    if uses_gpu():
-        gpu = own_gpu()
-        free, _ = torch.get_device_module(gpu).mem_get_info(gpu.index)
-    else:
-        free = available_memory() // local_world_size()
+    free = free_memory(own_gpu()) if uses_gpu() else available_memory() // local_world_size()
     return int((1 - RESERVE) * free)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from model.common.errors import InputError, RankError, RunError, is_device_error, is_out_of_memory
+from model.common.errors import InputError, RankError, RunError, is_device_error, is_lost_process, is_out_of_memory
 from model.common.printable import first_sentence, one_line
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.tensors import SaveError
-from uptrain.distributed.collectives import is_lost_process
 from uptrain.runs.folder import CHECKPOINTS
 
 

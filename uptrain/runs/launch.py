@@ -16,8 +16,8 @@ from model.common.console import echo, warn
 from model.common.errors import InputError
 from model.common.file_names import METRICS, RUN_JSON
 from model.common.launcher_variables import is_local_main_process, world_size
-from model.decoder.attention import gpu_has_flash_attention, torch_has_packed_attention
-from model.decoder.config import is_native
+from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, torch_has_packed_attention
+from model.decoder.config import is_native, read_llama_config
 from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
@@ -63,6 +63,8 @@ def launch_new(options: RunOptions) -> None:
     out, deadline = options.out, _deadline(options.max_minutes)
     refuse_existing(out)
     refuse_inside(out, folder, options.teacher)
+    if options.teacher:
+        read_language_config(options.teacher)  # refuses what is no Hugging Face folder, before its memory is estimated
     check_optimizer(options.optimizer)
     if options.compile:
         check_compiler("--compile", "leave it out")
@@ -88,7 +90,7 @@ def launch_new(options: RunOptions) -> None:
     is_plain = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
         few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
-        context_warning(config, max(seq_lens)), _packing_warning(config),
+        context_warning(config, max(seq_lens)), _packing_warning(config, settings.precision),
         text_only_warning(config), _evaluation_warning(settings, budget.tokens),
         no_teacher_warning(folder) if is_plain else None,
         *warnings_of(settings, warned_of_overlap=bool(overlap)),
@@ -192,19 +194,24 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
         raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
 
 
-def _packing_warning(config: dict[str, Any]) -> str | None:
-    """Return a warning if attention runs document by document on a GPU, since torch or the GPU is too old."""
+def _packing_warning(config: dict[str, Any], precision: str) -> str | None:
+    """Return a warning if attention runs document by document on a GPU."""
     if not is_native(config) or not uses_gpu():
         return None
     slow = "so each document of a window is computed by itself, which is slow on a GPU"
     if torch.cuda.is_available() and not gpu_has_flash_attention():
         return f"the GPU ({torch.cuda.get_device_name()}) is older than Ampere and has no flash attention, {slow}."
-    if torch_has_packed_attention():
-        return None
-    return (
-        f"torch {torch.__version__} has no attention for packed documents with grouped heads, {slow}; install a newer "
-        "torch."
-    )
+    if not torch_has_packed_attention():
+        return (
+            f"torch {torch.__version__} has no attention for packed documents with grouped heads, {slow}; install a "
+            "newer torch."
+        )
+    if precision == "fp32":
+        return f"--precision fp32 has no flash attention, {slow}; --precision bf16 has."
+    head_dim = read_llama_config(config).head_dim
+    if not is_flash_head_dim(head_dim):
+        return f"heads of {head_dim} dimensions have no flash attention, {slow}; multiples of 8 up to 256 have."
+    return None
 
 
 def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:

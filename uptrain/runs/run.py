@@ -36,8 +36,9 @@ from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
-from uptrain.distributed.collectives import gather, on_main
+from uptrain.distributed.collectives import all_gather, on_main
 from uptrain.estimates.memory import MASTER_BYTES, state_bytes
+from uptrain.models.checks import has_finite_weights
 from uptrain.models.load import uninitialized_student
 from uptrain.runs.build import RunContext, build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
@@ -56,7 +57,6 @@ from uptrain.training.loop import (
     log_tracker_failures,
     train,
 )
-from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.losses import LOSSES
 from uptrain.training.trackers import finish_trackers, start_trackers
 
@@ -76,7 +76,7 @@ def start(
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes)
     # Each process chose the default by its own device. All must take as many windows at a time.
-    settings = replace(settings, micro_batch=min(gather(accelerator, settings.micro_batch)))
+    settings = replace(settings, micro_batch=min(all_gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     lock = _RunLock(accelerator, out)
     checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last, lock.check)

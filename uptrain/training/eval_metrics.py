@@ -57,7 +57,7 @@ def measure_batch(student: LanguageModel, teacher: LanguageModel | None, batch: 
     targets_N = batch.targets_N[has_target_N]
     sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(targets_N.device))
     sums[0] = len(targets_N)
-    step = tokens_per_chunk(student)
+    step = tokens_per_chunk(student, len(targets_N))
     student_NV = chunk_logits(student, batch, step, has_target_N)
     teacher_NV = None if teacher is None else chunk_logits(teacher, batch, step, has_target_N)
     for start in range(0, len(targets_N), step):

@@ -8,14 +8,15 @@ Letters: B windows, T tokens of each, N tokens of all, V vocabulary, M hidden si
 
 from torch import Tensor
 
+from model.decoder.chunk_size import chunk_size
 from model.decoder.loading import LanguageModel
 from model.decoder.losses import ChunkLogits
 from model.decoder.transformers_model import TransformersModel
 from uptrain.data.batch import Batch
 from uptrain.data.default_sizes import default_micro_batch
 
-_CHUNK_LOGITS = 1 << 22
-"""Logits of a chunk, where they are computed without gradients."""
+_CPU_CHUNK_LOGITS = 1 << 22
+"""Logits of a chunk, where they are computed without gradients on a CPU: few enough for its caches."""
 _WHOLE_LOGITS = 1 << 28
 """Most logits of several windows, where they are computed at once: 1 GB in float32, and a few copies."""
 
@@ -42,9 +43,15 @@ def chunk_logits(
     return ChunkLogits(hidden_states(model, batch)[wanted_N], model.lm_head_weight, max_tokens)
 
 
-def tokens_per_chunk(model: LanguageModel) -> int:
-    """Return how many tokens a chunk has where its logits are computed without gradients, at least 1."""
-    return max(1, _CHUNK_LOGITS // len(model.lm_head_weight))
+def tokens_per_chunk(model: LanguageModel, n_tokens: int) -> int:
+    """Return how many of `n_tokens` tokens a chunk has where its logits are computed without gradients, at least 1.
+
+    A GPU, which reads the LM head's matrix once per chunk, takes the chunks of training.
+    """
+    vocab_size, hidden_size = model.lm_head_weight.shape
+    if model.lm_head_weight.device.type == "cpu":
+        return max(1, _CPU_CHUNK_LOGITS // vocab_size)
+    return chunk_size(n_tokens, hidden_size, vocab_size)
 
 
 def micro_batch_without_gradients(model: LanguageModel, seq_len: int) -> int:

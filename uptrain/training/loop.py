@@ -31,12 +31,12 @@ from uptrain.data.batch import Batch, batches_of_steps, one_ahead
 from uptrain.data.order import windows_of_step
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import Integers, TokenCache
-from uptrain.distributed.collectives import all_reduce_max, all_reduce_sum, gather
+from uptrain.distributed.collectives import all_gather, all_reduce_max, all_reduce_sum
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.distributed.signals import StopRequest
+from uptrain.models.checks import has_finite_weights
 from uptrain.training.evaluate import EvaluationStopped, evaluate
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
-from uptrain.training.loss_module import has_finite_weights
 from uptrain.training.metrics_log import Metrics
 from uptrain.training.optimizer import applied_rate, can_skip_on_device, set_learning_rate, step_unless
 from uptrain.training.spikes import SpikeDetector
@@ -396,7 +396,7 @@ def _reason(training: Training) -> str:
 def _stop(training: Training, progress: TrainingProgress, reason: str) -> str:
     """Save a checkpoint; return the reason of the lowest rank that has one."""
     _save(training, progress)
-    return next(filter(None, gather(training.accelerator, reason)))
+    return next(filter(None, all_gather(training.accelerator, reason)))
 
 
 def _save(training: Training, progress: TrainingProgress) -> None:

@@ -4,13 +4,10 @@ Within this forward pass the LM head's matrix is unsharded, also under FSDP.
 """
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch, TopK
-from uptrain.distributed.collectives import all_reduce_sum
 from uptrain.training.losses import find_loss
 
 STUDENT = "student."
@@ -46,12 +43,3 @@ class LossModule(nn.Module):
             with torch.no_grad():
                 return measure_batch(self.student, self.teacher, batch)
         return self._loss_sum(self.student, self.teacher, batch)
-
-
-def has_finite_weights(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Return whether all weights are finite. Each rank checks its own shards of a sharded model."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in map(torch.Tensor.detach, model.parameters())]
-    n_broken = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    for tensor in local:  # none in a teacher that shares all
-        n_broken += ~tensor.isfinite().all()
-    return not all_reduce_sum(accelerator, n_broken).item()
