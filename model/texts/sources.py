@@ -10,7 +10,7 @@ and reported. So are subfolders of models, of runs and of what else `uptrain` wr
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,18 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
         each = ", with one --data each" if option == "--data" else ""
         raise InputError(f"{option} {folder}: files of several formats: {counts}; name files of one format{each}.")
     ((name, paths),) = formats.items()
-    return TextFiles(str(folder), str(name), _check_readable(tuple(paths)), ignored)
+    files = _check_readable(tuple(paths))
+    _refuse_second_names(files)
+    return TextFiles(str(folder), str(name), files, ignored)
+
+
+def _refuse_second_names(files: Iterable[str]) -> None:
+    """Raise InputError for a link to another of the files: its text would be read twice."""
+    named: dict[str, str] = {}
+    for file in files:
+        first = named.setdefault(os.path.realpath(file), file)
+        if first != file:
+            raise InputError(f"{file} and {first} are one file; remove the link.")
 
 
 def why_ignored(file: str) -> str:

@@ -318,6 +318,7 @@ def test_a_folder_of_texts_with_links(prepare, tmp_path):
     assert json.loads((tmp_path / "out/manifest.json").read_text())["n_documents"] == 10
     for name, make, words in (
         ("b.jsonl", lambda path: path.symlink_to("/nowhere"), "b.jsonl cannot be read: it is missing"),
+        ("c.jsonl", lambda path: path.symlink_to("a.jsonl"), f"{folder}/c.jsonl and {folder}/a.jsonl are one file"),
         ("loop", lambda path: path.symlink_to("."), f"{folder}/loop and {folder} are one folder; remove the link"),
         ("twice", lambda path: path.symlink_to("part"), f"{folder}/twice and {folder}/part are one folder"),
     ):
