@@ -28,7 +28,7 @@ from uuid import uuid4
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.file_lock import FileLock, LockedError
-from model.common.files import MAX_NAME, check_name, replace_file, sync_folder
+from model.common.files import MAX_NAME, check_name, remove_temporary_files, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
 AREAS = f"{_PREFIX}*{_SUFFIX}"
@@ -144,8 +144,7 @@ class Staging:
                 f"{self.out} exists, and a killed run had moved the previous one to {self._replaced}; move one of them "
                 "elsewhere."
             )
-        for path in self.root.glob(f".{self._journal.name}.*"):  # of a kill in `replace_file`
-            path.unlink(missing_ok=True)
+        remove_temporary_files(self._journal)
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill

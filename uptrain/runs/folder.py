@@ -11,7 +11,8 @@ from typing import Any
 from model.common import checks
 from model.common.errors import InputError
 from model.common.file_lock import FileLock, LockedError
-from model.common.file_names import RUN_JSON
+from model.common.file_names import METRICS, RUN_JSON
+from model.common.files import remove_temporary_files
 from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget
@@ -82,7 +83,10 @@ class Run:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[FileLock]:
-    """Lock a run against other trainings. Raises InputError if one is running there, or the run may not be written."""
+    """Lock a run against other trainings, and remove the temporary files that a killed one has left.
+
+    Raises InputError if one is running there, or the run may not be written.
+    """
     with ExitStack() as lock:
         try:
             file_lock = lock.enter_context(FileLock(folder / LOCK))
@@ -96,6 +100,8 @@ def locked(folder: Path) -> Iterator[FileLock]:
                 f"{folder} cannot be written to ({error.strerror}), so it cannot be trained further; `uptrain extend` "
                 "reads it only, and trains in another folder."
             ) from error
+        for name in (RUN_STATE, METRICS, RUN_JSON):
+            remove_temporary_files(folder / name)
         yield file_lock
 
 
