@@ -176,6 +176,22 @@ def test_links_in_a_run_leave_their_targets(uptrain, hostile, tmp_path, command)
         assert len((run / "metrics.jsonl").read_text().splitlines()) > len(before["metrics.jsonl"].splitlines())
 
 
+@pytest.mark.parametrize("command", ["export", "extend"])
+def test_a_model_out_of_the_run_is_not_copied(uptrain, hostile, tmp_path, command):
+    """Other files may lie beside it."""
+    run, _ = hostile
+    (run / "model").rename(tmp_path / "home")
+    (tmp_path / "home/notes.txt").write_text("mine")
+    (run / "model").symlink_to("../home")
+    before = tiny.snapshot(tmp_path)
+    uptrain(*COMMANDS[command](run)).refused(f"{run}/model is a link out of the run", "move them here")
+    assert tiny.snapshot(tmp_path) == before
+    (tmp_path / "home").rename(run / "inside")
+    (run / "model").unlink()
+    (run / "model").symlink_to("inside")
+    uptrain(*COMMANDS[command](run), *(("--max-minutes", 0) if command == "extend" else ())).succeeded()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_fifo_in_a_checkpoint_does_not_block(uptrain, hostile, is_listed):
