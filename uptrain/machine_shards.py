@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.errors import InputError
+from model.common.files import tree_bytes
 from model.common.staging import Staging
 
 
@@ -23,7 +24,7 @@ class MachineShard:
 
 @contextmanager
 def open_staging(out: Path, inputs: Mapping[str, object], continues: str, temporary: bool = False) -> Iterator[Staging]:
-    """Open the staging folder of `out`. After an InputError, remove it if no unit with tokens is finished.
+    """Open the staging folder of `out`. After an error, remove it if no unit with tokens is finished.
 
     `continues` says after an InputError what continues with the finished work. `temporary`: OUT is in a folder that the
     caller deletes, so no work is kept in it.
@@ -33,7 +34,7 @@ def open_staging(out: Path, inputs: Mapping[str, object], continues: str, tempor
         try:
             yield staging
         except InputError as error:
-            if temporary or not any(finished.get("n_tokens", 1) for finished in staging.finished.values()):
+            if temporary or not _is_worth_keeping(staging):
                 staging.discard()
                 raise
             hint = f"Finished work is kept in {staging.root}, and {continues}."
@@ -41,8 +42,17 @@ def open_staging(out: Path, inputs: Mapping[str, object], continues: str, tempor
         except OSError as error:
             if temporary:
                 raise
+            if not _is_worth_keeping(staging):
+                with suppress(OSError):
+                    staging.discard()
+                raise OSError(f"{error}; nothing is finished yet, and the same command starts again.") from error
             hint = f"finished work is kept in {staging.root}, and the same command continues from there."
             raise OSError(f"{error}; {hint}") from error
+
+
+def _is_worth_keeping(staging: Staging) -> bool:
+    """Return whether a unit with tokens is finished."""
+    return any(finished.get("n_tokens", 1) for finished in staging.finished.values())
 
 
 def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
@@ -53,15 +63,28 @@ def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
     return out.with_name(f"{out.name}.shard-{machine_shard.number}-of-{machine_shard.of}")
 
 
+def staged_bytes(out: Path, machine_shard: MachineShard | None) -> int:
+    """Return the bytes in the staging folders that a build of OUT, or of a machine shard of it, continues from."""
+    roots = [Staging(staging_out(out, machine_shard).resolve()).root]
+    if machine_shard is None:
+        roots += _machine_shard_roots(out.resolve())
+    return sum(map(tree_bytes, roots))
+
+
+def _machine_shard_roots(out: Path) -> list[Path]:
+    """Return the staging folders of all machine shards of OUT, which is an absolute path without links."""
+    pattern = re.compile(re.escape(f".{out.name}.shard-") + r"\d+-of-\d+\.groupwise")
+    return [path for path in sorted(out.parent.glob(".*")) if pattern.fullmatch(path.name)]
+
+
 @contextmanager
 def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Iterator[list[Staging]]:
     """Open the staging folders of all machine shards; remove them if the context succeeds.
 
     Raises InputError if a machine is still working on its shard, or has finished work of other inputs.
     """
-    pattern = re.compile(re.escape(f".{staging.out.name}.shard-") + r"\d+-of-\d+\.groupwise")
-    roots = [path for path in sorted(staging.root.parent.iterdir()) if pattern.fullmatch(path.name)]
     with ExitStack() as stack:
+        roots = _machine_shard_roots(staging.out)
         others = [stack.enter_context(_open_machine_shard(root, inputs)) for root in roots]
         yield others
         for other in others:

@@ -5,7 +5,6 @@ resumes. On the same machine the logits are the same, byte for byte, for any int
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from model.checkpoint.hub import origin_of
 from model.common import console
-from model.common.console import format_bytes
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
 from model.common.launcher_variables import world_size
-from model.common.staging import Staging, check_out
+from model.common.staging import Staging, check_out, check_room
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
 from uptrain.budget.conversion_record import merge_method
@@ -41,7 +39,7 @@ from uptrain.data.teacher_logits import (
 )
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
-from uptrain.machine_shards import MachineShard, open_machine_shards, open_staging, staging_out
+from uptrain.machine_shards import MachineShard, open_machine_shards, open_staging, staged_bytes, staging_out
 from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing
 from uptrain.models.load import build_meta_from_folder, load_teacher
@@ -64,8 +62,8 @@ class TeachOptions:
 def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     """Write the logits `options.out`, or a machine shard of them; return a summary.
 
-    Raises InputError for invalid input, and OSError if writing fails. Finished shards stay in the staging folder, where
-    the same command resumes.
+    Raises InputError for invalid input or too little room on the disk, and OSError if writing fails. Finished shards
+    stay in the staging folder, where the same command resumes.
     """
     check_out(options.out)
     if world_size() > 1:
@@ -87,6 +85,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         for number, start in enumerate(range(0, wanted.n_windows, n_each))
     ]
     own = [(number, windows) for number, windows in parts if own_shard.has(number)]
+    _check_disk_space(options, sum(len(windows) for _, windows in own), wanted)
     inputs = _inputs(wanted)
     kept = open_staging(
         staging_out(options.out, options.machine_shard), inputs, continues="the same command continues from there"
@@ -100,7 +99,6 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             _move(other, staging)
         missing = [(number, windows) for number, windows in own if not _is_complete(staging, number)]
         n_missing = sum(len(windows) for _, windows in missing)
-        _check_disk_space(options.out, n_missing, wanted)
         if missing:
             with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
                 cache.verify(advance)
@@ -189,15 +187,14 @@ def _summary(out: Path, manifest: LogitsManifest, was_complete: bool) -> dict[st
     return {"out": str(out), "was_complete": was_complete, "bytes": nbytes, **values}
 
 
-def _check_disk_space(out: Path, n_windows: int, wanted: LogitsManifest) -> None:
-    """Raise OSError if the disk has too little space for so many windows."""
-    required = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
-    free = shutil.disk_usage(out.resolve().parent).free
-    if free < required:
-        raise OSError(
-            f"the logits take {format_bytes(required)} more, but the disk of {out} has {format_bytes(free)} free; make "
-            "room, or begin anew with a lower --top-k, a smaller cache or another --out"
-        )
+def _check_disk_space(options: TeachOptions, n_windows: int, wanted: LogitsManifest) -> None:
+    """Raise InputError if the disk has too little space for so many windows, less what is staged already."""
+    total = n_windows * window_bytes(wanted.seq_len, wanted.top_k, wanted.dtype)
+    check_room(
+        options.out.resolve(),
+        total - staged_bytes(options.out, options.machine_shard),
+        "make room, or begin anew with a lower --top-k, a smaller cache or another --out",
+    )
 
 
 def _name(number: int) -> str:

@@ -103,6 +103,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         reason = str(error.__cause__ or error)  # click raises Abort from the interrupt
         return f"interrupted; {reason or 'the same command starts again'}.", FAILED
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+        return "the working directory does not exist any more; change to another folder.", BAD_INPUT
     if isinstance(error, (RunError, OSError)):
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
@@ -115,6 +117,14 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _usage(error: click.ClickException) -> str:

@@ -9,6 +9,7 @@ import secrets
 import socket
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -135,8 +136,14 @@ class FileLock:
 
     def _is_in_place(self) -> bool:
         """Return whether the path still leads to the locked file. (Some file systems have unreliable inode numbers.)"""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, self._identity.encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, self._identity.encode(), 0)
+        except OSError:  # as on a full disk, where the empty file would stay
+            with suppress(OSError):
+                if not _read(self.path):  # not that of another process, which would have written its name
+                    self.path.unlink()
+            raise
         return _read(self.path) == self._identity
 
     def _create_owner_file(self) -> None:

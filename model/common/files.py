@@ -4,7 +4,9 @@ import errno
 import filecmp
 import hashlib
 import os
+import re
 import resource
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -43,16 +45,31 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically. A kill or a full disk leaves the old or the new content, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file atomically. A kill or a full disk leaves the old or the new content, never a mixture.
+
+    No link is followed: neither one at `path`, nor one of somebody else at the name of the temporary file. A kill may
+    leave that file, see `remove_temporary_files`.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    file = temporary.open("xb")  # fails if anything has the name, also a link
     try:
-        temporary.write_bytes(content)
+        with file:
+            file.write(content)
         sync_file(temporary)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         error.filename = error.filename or str(path)  # writing names no file
         raise
+
+
+def remove_temporary_files(path: Path) -> None:
+    """Remove what kills in `replace_file` have left beside a file. No other process may be replacing the file."""
+    temporary = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]+")  # earlier versions ended it with a process id
+    for other in path.parent.glob(".*"):
+        if temporary.fullmatch(other.name):
+            with suppress(OSError):  # a folder, or a file that the disk does not give up; neither does harm
+                other.unlink()
 
 
 def copy_file(source: Path | bytes, target: Path) -> None:

@@ -12,6 +12,7 @@ refused while the area holds finished work, and starts afresh otherwise. Both fi
 moved away and did not replace.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from uuid import uuid4
 from model.common import console
 from model.common.errors import CheckpointError
 from model.common.file_lock import FileLock, LockedError
-from model.common.files import MAX_NAME, check_name, replace_file, sync_folder
+from model.common.files import MAX_NAME, check_name, remove_temporary_files, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
 AREAS = f"{_PREFIX}*{_SUFFIX}"
@@ -42,17 +43,18 @@ def check_out(out: Path) -> None:
     check_name(out, "OUT", _LONGEST_NAME)
     try:
         out.resolve()
+    except FileNotFoundError:  # the working directory was deleted, which the command line explains
+        raise
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"OUT ({out}) is not a usable path: {error}.") from error
 
 
-def check_room(out: Path, needed: int) -> None:
+def check_room(out: Path, needed: int, advice: str = "make room or choose another OUT") -> None:
     """Raise CheckpointError if the disk of the folder OUT has less than `needed` bytes free."""
     free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
     if needed > free:
         raise CheckpointError(
-            f"{out.parent} has {console.format_bytes(free)} free, but {console.format_bytes(needed)} are needed; make "
-            "room or choose another OUT."
+            f"{out.parent} has {console.format_bytes(free)} free, but {console.format_bytes(needed)} are needed; {advice}."
         )
 
 
@@ -79,6 +81,7 @@ class Staging:
         """Acquire the lock.
 
         Raises CheckpointError if another process holds it, the area is or holds a link, or OUT may not be replaced.
+        Raises OSError if the disk is full or fails.
         """
         self._take_lock()
         try:
@@ -106,6 +109,14 @@ class Staging:
                 if not self.root.parent.exists():
                     raise CheckpointError(f"{self.root.parent} cannot be made; choose another folder.") from error
             except OSError as error:
+                with suppress(OSError):  # another process may already use the folder
+                    self.root.rmdir()
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    raise _write_error(error) from error
+                if self.root.exists() and not self.root.is_dir():
+                    raise CheckpointError(
+                        f"{self.root} is a file, but a staging area is a folder; move it away."
+                    ) from error
                 raise CheckpointError(
                     f"cannot write beside {self.out}: {error.strerror}; choose another folder."
                 ) from error
@@ -144,8 +155,7 @@ class Staging:
                 f"{self.out} exists, and a killed run had moved the previous one to {self._replaced}; move one of them "
                 "elsewhere."
             )
-        for path in self.root.glob(f".{self._journal.name}.*"):  # of a kill in `replace_file`
-            path.unlink(missing_ok=True)
+        remove_temporary_files(self._journal)
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
         for path in self.out.parent.iterdir():
             if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
@@ -156,7 +166,8 @@ class Staging:
 
         `inputs`: all that the finished pieces depend on, as values for JSON, each under its name for users.
         `finished_files`: patterns of the files in the scratch folder that are finished pieces. Raises CheckpointError
-        if the area holds finished work of a run with other inputs.
+        if the area holds finished work of a run with other inputs, and OSError, after removing the area, if the disk
+        does not take even the journal.
         """
         self._patterns = finished_files
         digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
@@ -175,8 +186,13 @@ class Staging:
         for left in (self.folder, self.scratch):
             if left.exists():
                 shutil.rmtree(left)  # an error passes: what stays would be taken for this run's
-        self.folder.mkdir()
-        replace_file(self._journal, (json.dumps({"inputs": digests}) + "\n").encode())
+        try:
+            self.folder.mkdir()
+            replace_file(self._journal, (json.dumps({"inputs": digests}) + "\n").encode())
+        except OSError as error:
+            with suppress(OSError):
+                self.discard()
+            raise _write_error(error) from error
 
     @property
     def holds_finished_work(self) -> bool:
@@ -268,6 +284,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         except BaseException:
             staging.discard()
             raise
+
+
+def _write_error(error: OSError) -> OSError:
+    """Return an error of the first write into a staging area, with advice."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "make room" if is_full else "check the disk, or choose another folder"
+    return OSError(f"{error.filename} cannot be written: {error.strerror}; {advice}.")
 
 
 def _remove(folder: Path) -> None:

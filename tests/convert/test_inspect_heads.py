@@ -7,6 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
+from commands import left_behind
 from equivalent_heads import equivalent_mha
 from safetensors.torch import save_file
 
@@ -201,7 +202,8 @@ def test_a_disk_that_fails_is_one_line(convert, source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("model.common.files.sync_file", full)
     result = convert("inspect", source, "--heads", "--figure", tmp_path / "heads.png")
     assert (result.code, result.err) == (1, f"Error: [Errno 28] No space left on device: '{tmp_path}/heads.png'\n")
     assert not (tmp_path / "heads.png").exists()
+    assert left_behind(tmp_path) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import left_behind
 
 
 def run_limited(limit, *arguments):
@@ -32,6 +33,52 @@ def test_write_fails_midway(convert, source, tmp_path):
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 4).succeeded()
     convert("verify", source, tmp_path / "out").succeeded()
     assert not (tmp_path / ".out.groupwise").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("place", ["area", "lock", "folder", "journal"])
+@pytest.mark.parametrize("name", ["convert", "export", "prepare"])
+def test_the_first_write_fails(writers, tmp_path, monkeypatch, name, place, number):
+    """Nothing stays behind, since nothing is finished."""
+    fail = OSError(number, os.strerror(number))
+    paths = {"area": "", "lock": "/lock", "folder": "/folder", "journal": "/journal.jsonl"}
+    path = f"{tmp_path}/.out.groupwise{paths[place]}"
+    mkdir, pwrite = Path.mkdir, os.pwrite
+
+    def make(folder, *given, **options):
+        if str(folder) == path:
+            raise OSError(number, os.strerror(number), path)
+        mkdir(folder, *given, **options)
+
+    def write(descriptor, content, offset):
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()) == path:
+            raise fail
+        return pwrite(descriptor, content, offset)
+
+    def sync(file):
+        if file.name.startswith(".journal.jsonl."):
+            raise fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", make)
+        patch.setattr(os, "pwrite", write)
+        patch.setattr("model.common.files.sync_file", sync)
+        result = writers[name][0]()
+    advice = "make room" if number == errno.ENOSPC else "check the disk, or choose another folder"
+    assert (result.code, result.err) == (
+        1, f"Error: {path} cannot be written: {os.strerror(number)}; {advice}.\n",
+    )  # fmt: skip
+    assert left_behind(tmp_path) == []
+    assert not (tmp_path / "out").exists()
+    writers[name][0]().succeeded()
+
+
+@pytest.mark.parametrize("name", ["convert", "export", "prepare"])
+def test_a_file_in_place_of_the_staging_area(writers, tmp_path, name):
+    (tmp_path / ".out.groupwise").write_text("precious")
+    words = f"{tmp_path}/.out.groupwise is a file, but a staging area is a folder; move it away."
+    writers[name][0]().refused(words)
+    assert (tmp_path / ".out.groupwise").read_text() == "precious"
 
 
 MOUNT = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

@@ -115,6 +115,14 @@ def test_a_journal_that_cannot_be_removed_is_no_failure(writers, tmp_path, monke
     assert (tmp_path / "out").is_dir()
 
 
+def test_a_working_directory_that_was_deleted(uptrain, ids, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    words = "the working directory does not exist any more; change to another folder."
+    uptrain("prepare", "--data", ids, "--vocab-size", 300, "--seq-len", 8, "--out", "out").refused(words)
+
+
 @pytest.fixture
 def flock_of_nfs(monkeypatch):
     """A lock of the server: for files that are open for writing."""

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from model.checkpoint.formats.dcp.metadata import read_metadata
+from model.common.files import replace_file
 from uptrain.checkpoints.files import checksum
 
 
@@ -135,6 +136,60 @@ def test_links_in_a_checkpoint_are_not_followed(uptrain, hostile, tmp_path):
     assert not (tmp_path / "longer/checkpoints/step-00000001/tensors/__7_0.distcp").exists()
     rewrite_manifest(checkpoint)
     uptrain("extend", run, "--out", tmp_path / "another", "--steps", 9).refused("is a link")
+
+
+LINKED = ("report.html", "report.png", "run.json", "run_state.json", "metrics.jsonl")
+
+
+def test_links_at_the_names_of_temporary_files_are_not_followed(hostile, tmp_path, monkeypatch):
+    """Whoever made RUN may have guessed the names."""
+    run, _ = hostile
+    (tmp_path / "precious").write_text("mine")
+    monkeypatch.setattr("model.common.files.secrets.token_hex", lambda n: "0" * 2 * n)
+    for name in LINKED:
+        for target in (tmp_path / "precious", tmp_path / "new"):
+            link = run / f".{name}.00000000"
+            link.symlink_to(target)
+            with pytest.raises(FileExistsError):
+                replace_file(run / name, b"theirs")
+            assert link.is_symlink()
+            link.unlink()
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "report"])
+def test_links_in_a_run_leave_their_targets(uptrain, hostile, tmp_path, command):
+    """The names of temporary files have held the process id, of which there are few."""
+    run, _ = hostile
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/precious").write_text("mine")
+    for name in LINKED:
+        (run / f".{name}.{os.getpid()}").symlink_to(tmp_path / "home/precious")
+    for name in ("run_state.json", "metrics.jsonl"):
+        (run / name).rename(tmp_path / "home" / name)
+        (run / name).symlink_to(tmp_path / "home" / name)
+    before = tiny.snapshot(tmp_path / "home")
+    uptrain(*COMMANDS[command](run), *(("--max-minutes", 0) if command == "resume" else ())).succeeded()
+    assert tiny.snapshot(tmp_path / "home") == before
+    if command == "resume":
+        assert len((run / "metrics.jsonl").read_text().splitlines()) > len(before["metrics.jsonl"].splitlines())
+
+
+@pytest.mark.parametrize("command", ["export", "extend"])
+def test_a_model_out_of_the_run_is_not_copied(uptrain, hostile, tmp_path, command):
+    """Other files may lie beside it."""
+    run, _ = hostile
+    (run / "model").rename(tmp_path / "home")
+    (tmp_path / "home/notes.txt").write_text("mine")
+    (run / "model").symlink_to("../home")
+    before = tiny.snapshot(tmp_path)
+    uptrain(*COMMANDS[command](run)).refused(f"{run}/model is a link out of the run", "move them here")
+    assert tiny.snapshot(tmp_path) == before
+    (tmp_path / "home").rename(run / "inside")
+    (run / "model").unlink()
+    (run / "model").symlink_to("inside")
+    uptrain(*COMMANDS[command](run), *(("--max-minutes", 0) if command == "extend" else ())).succeeded()
 
 
 @pytest.mark.timeout(60)

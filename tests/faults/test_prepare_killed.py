@@ -13,6 +13,7 @@ import forks
 import numpy as np
 import pytest
 import tiny
+from commands import left_behind
 from self_kill import start_self_killing
 
 from model.common.errors import InputError
@@ -221,13 +222,29 @@ def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
 
 
 def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
+    record_file = Staging.record_file
+
     def full(self, name, record):
+        record_file(self, name, record)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Staging, "record_file", full)
     result = prepare(ids_source, ids=True)
     assert result.code == 1
     assert "No space left on device; finished work is kept in" in result.err
+    monkeypatch.undo()
+    prepare(ids_source, ids=True).succeeded()
+
+
+def test_full_disk_before_anything_is_finished(prepare, tmp_path, ids_source, monkeypatch):
+    def full(self, name, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Staging, "record_file", full)
+    result = prepare(ids_source, ids=True)
+    assert result.code == 1
+    assert result.err.endswith("No space left on device; nothing is finished yet, and the same command starts again.\n")
+    assert left_behind(tmp_path) == []
     monkeypatch.undo()
     prepare(ids_source, ids=True).succeeded()
 

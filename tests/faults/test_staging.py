@@ -130,6 +130,7 @@ def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatc
 
     for name in ("write_bytes", "write_text"):
         monkeypatch.setattr(Path, name, full)
+    monkeypatch.setattr("model.common.staging.replace_file", full)
     for _ in range(2):
         with Staging(tmp_path / "out") as staging:
             staging.open({"input": 1})

@@ -232,6 +232,22 @@ def test_resuming_where_another_trains(inputs, tmp_path, processes):
     succeed(("resume", out), tmp_path, processes)
 
 
+def test_resuming_where_a_folder_or_a_file_is_in_the_way(inputs, tmp_path):
+    """It is refused before models are built."""
+    out = tmp_path / "run"
+    succeed(real_runs.arguments(inputs, out, "--max-minutes", 0), tmp_path)
+    for name, words in (
+        ("run_state.json", "is a folder, not a file"), ("metrics.jsonl", "is a folder, not a file"),
+        ("checkpoints", "is not a folder"),
+    ):  # fmt: skip
+        (out / name).rename(tmp_path / name)
+        (out / name).mkdir() if name != "checkpoints" else (out / name).touch()
+        assert error_of(run("resume", out, folder=tmp_path), 2) == f"{out}/{name} {words}; move it away."
+        (out / name).rmdir() if name != "checkpoints" else (out / name).unlink()
+        (tmp_path / name).rename(out / name)
+    succeed(("resume", out, "--max-minutes", 0), tmp_path)
+
+
 # Models that transformers opens
 
 

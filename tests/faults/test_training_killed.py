@@ -8,6 +8,7 @@ import time
 
 import pytest
 import real_runs
+from commands import left_behind
 from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import PUBLISHED, ROTATION, SAVE, UNFINISHED, only_error, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, status
@@ -90,6 +91,23 @@ def test_while_a_line_of_metrics_is_written(runs, tmp_path):
     path = out / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     succeed(("resume", out), tmp_path)
+    assert_same_run(out, runs.expected())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run_state.json"])
+def test_temporary_files_of_a_kill_are_removed(runs, tmp_path, name):
+    """Those of other programs and other files stay, and so does a folder."""
+    out, faults = tmp_path / "run", Faults([Fault("kill", rf"before replace \.{name}\..*")])
+    (result,) = run(*runs.arguments(out), folder=tmp_path, faults=faults)
+    assert result.code == -signal.SIGKILL
+    assert len(list(out.glob(f".{name}.*"))) == 1
+    (out / f".{name}.1234").touch()  # as earlier versions named them
+    others = {f".{name}.swp", ".notes.txt.1234", f".{name}.0"}
+    (out / f".{name}.0").mkdir()
+    for other in others - {f".{name}.0"}:
+        (out / other).touch()
+    succeed(("resume", out), tmp_path)
+    assert set(left_behind(out)) == others
     assert_same_run(out, runs.expected())
 
 

@@ -214,6 +214,13 @@ def test_damaged_files_are_named(tmp_path, uptrain, name, content, words):
     uptrain("status", run).refused(*words)
 
 
+def test_a_folder_in_place_of_the_state(tmp_path, uptrain):
+    """No file replaces it, so resuming does not help."""
+    run = write_run(tmp_path / "run", [step(1)])
+    (run / "run_state.json").mkdir()
+    uptrain("status", run).refused(f"{run}/run_state.json is a folder, not a file; move it away.")
+
+
 def test_folders_without_a_run(tmp_path, uptrain):
     uptrain("status", tmp_path / "nowhere").refused("nowhere does not exist", "uptrain run")
     uptrain("status", tmp_path).refused("is not a run")
@@ -300,3 +307,17 @@ def test_a_clock_that_is_ahead(uptrain, tmp_path):
 def test_metrics_that_are_missing(uptrain, tmp_path):
     run = write_run(tmp_path / "run", [], {"status": "finished", "step": 50, "reason": "", "pid": 1})
     assert "metrics.jsonl is missing; restore it" in uptrain("status", run).err
+
+
+def test_metrics_that_have_lost_lines(uptrain, tmp_path):
+    """Such as a file that is empty since a power failure."""
+    state = {"status": "finished", "step": 3, "reason": "", "pid": 1}
+    run = write_run(tmp_path / "run", [step(number) for number in (1, 2, 3)], state)
+    assert not uptrain("status", run).succeeded().err
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for kept in (0, 2):
+        (run / "metrics.jsonl").write_text("".join(lines[:kept]))
+        result = uptrain("status", run).succeeded()
+        words = f"Warning: {run}/metrics.jsonl ends at step {kept}, but the run has been at step 3; restore the file."
+        assert result.err.startswith(words)
+        assert result.err.count("\n") == 1

@@ -1,5 +1,6 @@
 """A teacher's logits are written once, and a run from them is a run with the teacher."""
 
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import tiny
 import torch
 from caches import write_cache
+from commands import left_behind
 from limits import few_files
 from real_runs import (
     LAYOUT_CASES,
@@ -26,6 +28,8 @@ from real_runs import (
 )
 from tiny_tokenizers import make_tokenizer
 
+from model.common.files import tree_bytes
+from model.common.staging import Staging
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
@@ -234,13 +238,40 @@ def test_refusals_of_teach(uptrain, inputs, tmp_path, monkeypatch):
     make_tokenizer(parent, VOCAB, bos=False)
     uptrain(*teach_arguments({"parent": parent, "data": named}, out)).refused("made with another tokenizer")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
-    full = uptrain(*teach_arguments(inputs, out))
-    assert full.code == 1
-    assert "has 1 kB free; make room" in full.err
-    assert "the same command continues from there" in full.err
+    words = f"{tmp_path} has 1 kB free, but ", " are needed; make room, or begin anew with a lower --top-k"
+    uptrain(*teach_arguments(inputs, out)).refused(*words)
+    assert left_behind(tmp_path) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     uptrain(*teach_arguments(inputs, out)).refused("one process", "--shard 1/N")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("share", [(), ("--shard", "1/2")])
+def test_room_for_the_rest_is_enough(uptrain, inputs, tmp_path, monkeypatch, share):
+    """What an earlier command or another machine has finished takes no more of the disk."""
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", 20_000)
+    out, record_file = tmp_path / "out", Staging.record_file
+
+    def full_at_the_second(self, name, record):
+        if self.finished:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        record_file(self, name, record)
+
+    monkeypatch.setattr(Staging, "record_file", full_at_the_second)
+    result = uptrain(*teach_arguments(inputs, out, *share))
+    assert (result.code, "finished work is kept in" in result.err) == (1, True)
+    monkeypatch.setattr(Staging, "record_file", record_file)
+    (root,) = tmp_path.glob(".*.groupwise")
+    cache = TokenCache.open(inputs["data"])
+    n_bytes = cache.n_windows * teacher_logits.window_bytes(cache.seq_len, 64, "uint16")
+    staged = tree_bytes(root)
+    assert 20_000 < staged < n_bytes
+    for free in (n_bytes - staged - 1, n_bytes - staged):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: type("usage", (), {"free": free}))
+        result = uptrain(*teach_arguments(inputs, out))
+        assert result.code == (0 if free == n_bytes - staged else 2), result.err
+        assert root.exists() == (result.code == 2)
+    assert left_behind(tmp_path) == []
 
 
 @pytest.fixture

@@ -123,6 +123,13 @@ def test_edited_manifest(folder, change):
     refused(folder, MANIFEST, "damaged")
 
 
+def test_windows_of_more_tokens_than_any_command_makes(folder):
+    """They would be allocated. Whoever edits the manifest can make its fingerprint right."""
+    manifest = replace(Manifest.parse(folder), seq_len=1 << 59)
+    (folder / MANIFEST).write_bytes(manifest.text())
+    refused(folder, MANIFEST, "damaged", "seq_len = 576460752303423488; it must be at most 268435456")
+
+
 def test_other_format(folder):
     manifest = json.loads((folder / MANIFEST).read_text()) | {"format": 2}
     (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -121,7 +121,7 @@ class Manifest:
 
     def check(self) -> None:
         """Raise InputError for invalid values and for file names that lead out of the folder."""
-        checks.whole_number(self.seq_len, "seq_len", least=2)
+        checks.whole_number(self.seq_len, "seq_len", least=2, most=checks.LARGEST_SIZE)
         checks.whole_number(self.vocab_size, "vocab_size")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype = {checks.short_repr(self.dtype)}; it must be one of {', '.join(DTYPES)}")

@@ -29,7 +29,7 @@ from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
-from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
+from uptrain.runs.folder import CHECKPOINTS, MODEL, Run, model_folder
 from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT
@@ -45,14 +45,14 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
 
     Config, tokenizer and other files are copies of the initial model's, except for the dtype in config.json and the
     README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
-    if `out` exists.
+    if `out` exists, or RUN/model is a link out of the run.
     """
     refuse_existing(out, "choose another OUT")
-    run = Run.read(run_folder)
+    run, model = Run.read(run_folder), model_folder(run_folder)
     record = make_record(run, run_folder, checkpoint)
     with _open_weights(run, run_folder, checkpoint) as weights, new_folder(out) as folder:
         _write_weights(weights, folder, dtype, advance)
-        _write_files(run_folder / MODEL, folder, record, dtype)
+        _write_files(model, folder, record, dtype)
         _check_fit(folder, run_folder)
     return record
 

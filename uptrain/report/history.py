@@ -31,10 +31,10 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> "History":
         run, run_state = Run.read(folder), read_run_state(folder / RUN_STATE)
-        if run_state.get("step") and not (folder / METRICS).exists():
-            warn(f"{folder / METRICS} is missing; restore it. Without it, the steps and losses are not known.")
         records = read_metrics(folder / METRICS)
         steps = [r for r in records if "loss" in r]
+        if problem := _lost_lines(folder, run_state.get("step", 0), steps[-1]["step"] if steps else 0):
+            warn(problem)
         tokens = {0: 0, **{r["step"]: r["tokens"] for r in steps}}
         evaluations = [
             {**r["evaluation"], "step": r["step"], "tokens": tokens[r["step"]]}
@@ -72,6 +72,19 @@ class History:
     def skipped_steps(self) -> list[int]:
         """Steps whose update was skipped, counted from 1 like `step` in the metrics."""
         return [r["step"] for r in self.steps if r.get("skipped")]
+
+
+def _lost_lines(folder: Path, step: int, last: int) -> str:
+    """Return a warning if the metrics end at the step `last`, before that of run_state.json; "" if they do not."""
+    if step <= last:
+        return ""
+    metrics = folder / METRICS
+    if not metrics.exists():
+        return f"{metrics} is missing; restore it. Without it, the steps and losses are not known."
+    return (
+        f"{metrics} ends at step {last:,}, but the run has been at step {step:,}; restore the file. Without its lines, "
+        "the steps and losses after that are not known."
+    )
 
 
 def recovered_fraction(first: Record, current: Record) -> float | None:

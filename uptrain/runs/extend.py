@@ -18,7 +18,7 @@ from uptrain.checkpoints.files import (
     read_manifest,
 )
 from uptrain.runs.fingerprints import check_same, check_same_data
-from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
+from uptrain.runs.folder import CHECKPOINTS, Run, model_folder
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
 from uptrain.training.learning_rate import EXTENDABLE, decay_start
@@ -41,9 +41,10 @@ def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int
 def extend(folder: Path, out: Path, steps: int) -> None:
     """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there.
 
-    Raises InputError if data, teacher or frozen tensors are not those that the run began with.
+    Raises InputError if data, teacher or frozen tensors are not those that the run began with, or if RUN/model is a
+    link out of the run.
     """
-    run = Run.read(folder)
+    run, model = Run.read(folder), model_folder(folder)
     check_name(folder.resolve(), "RUN")
     refuse_existing(out)
     refuse_inside(out, folder, *(Path(model) for model in (run.settings.model, run.settings.teacher) if model))
@@ -72,7 +73,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         write_metrics(unfinished / METRICS, records)
 
     with explain_removal(source):
-        make_folder(longer, budget, run.fingerprints, folder / MODEL, out, parent, fill)
+        make_folder(longer, budget, run.fingerprints, model, out, parent, fill)
 
 
 def branch_step(folder: Path, run: Run) -> int:

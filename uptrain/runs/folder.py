@@ -11,8 +11,9 @@ from typing import Any
 from model.common import checks
 from model.common.errors import InputError
 from model.common.file_lock import FileLock, LockedError
-from model.common.file_names import RUN_JSON
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.file_names import METRICS, RUN_JSON
+from model.common.files import remove_temporary_files
+from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
@@ -80,9 +81,23 @@ class Run:
             raise InputError(f"identities do not match settings.trainable = {self.settings.trainable}")
 
 
+def model_folder(folder: Path) -> Path:
+    """Return RUN/model, whose files are copied. Raises InputError if it is a link out of the run."""
+    model = folder / MODEL
+    if leads_outside(model, folder):
+        raise InputError(
+            f"{model} is a link out of the run, whose files would be copied; move them here. For another disk, put the "
+            "whole run there."
+        )
+    return model
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[FileLock]:
-    """Lock a run against other trainings. Raises InputError if one is running there, or the run may not be written."""
+    """Lock a run against other trainings, and remove the temporary files that a killed one has left.
+
+    Raises InputError if one is running there, or the run cannot be written.
+    """
     with ExitStack() as lock:
         try:
             file_lock = lock.enter_context(FileLock(folder / LOCK))
@@ -96,13 +111,32 @@ def locked(folder: Path) -> Iterator[FileLock]:
                 f"{folder} cannot be written to ({error.strerror}), so it cannot be trained further; `uptrain extend` "
                 "reads it only, and trains in another folder."
             ) from error
+        _check_replaceable(folder)
+        for name in (RUN_STATE, METRICS, RUN_JSON):
+            remove_temporary_files(folder / name)
         yield file_lock
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise InputError if something has the name of what training writes and cannot be replaced by it."""
+    for name in (RUN_STATE, METRICS):
+        _refuse_folder(folder / name)
+    checkpoints = folder / CHECKPOINTS
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise InputError(f"{checkpoints} is not a folder; move it away.")
+
+
+def _refuse_folder(path: Path) -> None:
+    """Raise InputError if a file's path is a folder, which no file replaces. One replaces a link to a folder."""
+    if path.is_dir() and not path.is_symlink():
+        raise InputError(f"{path} is a folder, not a file; move it away.")
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
     """Return the content of run_state.json; empty before the first start. Raises InputError if it is damaged."""
     if not path.exists():
         return {}
+    _refuse_folder(path)
     try:
         content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
         state = check_types(content, RUN_STATE_TYPES)
