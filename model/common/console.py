@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -108,20 +109,27 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, (RunError, OSError)):
         is_name_too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
         return str(error), BAD_INPUT if is_name_too_long else FAILED
-    if is_out_of_memory(error):
-        return f"not enough memory ({first_sentence(str(error))}).", FAILED
-    if is_device_error(error):
-        return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another.", FAILED
-    if is_lost_process(error):
-        return f"another process cannot be reached, and may have ended ({first_sentence(str(error))}).", FAILED
+    if failure := _failure_of_machine(error):
+        return failure, FAILED
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRA:
         return f"this needs {package}, which is not installed; {INSTALL_EXTRA}.", BAD_INPUT
     raise error
 
 
+def _failure_of_machine(error: BaseException) -> str | None:
+    """Return the message if memory, a GPU or another process failed; None for any other error."""
+    if is_out_of_memory(error):
+        return f"not enough memory ({first_sentence(str(error))})."
+    if is_device_error(error):
+        return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another."
+    if is_lost_process(error):
+        return f"another process cannot be reached, and may have ended ({first_sentence(str(error))})."
+    return None
+
+
 def _has_working_directory() -> bool:
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         return False
     return True

@@ -54,7 +54,8 @@ def check_room(out: Path, needed: int, advice: str = "make room or choose anothe
     free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
     if needed > free:
         raise CheckpointError(
-            f"{out.parent} has {console.format_bytes(free)} free, but {console.format_bytes(needed)} are needed; {advice}."
+            f"{out.parent} has {console.format_bytes(free)} free, but {console.format_bytes(needed)} are needed; "
+            f"{advice}."
         )
 
 
