@@ -29,7 +29,7 @@ from uptrain.estimates.parameter_counts import (
     count_parameters,
     without_buffers,
 )
-from uptrain.models.trainable_choices import DEFAULT_RANK
+from uptrain.models.trainable_choices import DEFAULT_RANK, check_rank
 from uptrain.models.trainable_parts import common_dtype, knows_attention, part_pattern
 
 if TYPE_CHECKING:
@@ -237,6 +237,11 @@ class MemoryEstimator:
         """Return the matrices that have an adapter with `--trainable lora`: of every linear layer in decoder layers."""
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
         return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
+
+    def check_lora_rank(self, part: str) -> None:
+        """Raise InputError if adapters are trained, and their rank is higher than that of any matrix."""
+        if part == "lora" and (adapted := self.adapted()):
+            check_rank(self.lora_rank, max(min(matrix.shape) for matrix in adapted))
 
     def activation_warning(self, part: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""

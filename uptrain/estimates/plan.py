@@ -35,7 +35,7 @@ from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, Me
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank, check_rank
+from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
@@ -142,8 +142,7 @@ def _resolve(options: PlanOptions) -> _Run:
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, optimizer=options.optimizer, lora_rank=rank
     )
-    if trainable == "lora" and (adapted := estimator.adapted()):
-        check_rank(rank, max(min(matrix.shape) for matrix in adapted))
+    estimator.check_lora_rank(trainable)
     n_windows, processes = budget.global_batch_tokens // seq_len, options.processes
     if n_windows % processes:
         raise InputError(

@@ -131,6 +131,7 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
+    estimator.check_lora_rank(chosen.trainable)
     if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
         warn(warning)
     if options.micro_batch:
