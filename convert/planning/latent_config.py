@@ -1,6 +1,5 @@
 """Make the `config.json` of latent attention, and its tokenizer's."""
 
-import json
 from typing import Any
 
 from convert.latent.sizes import LatentSizes
@@ -9,9 +8,9 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON, LATENT_NORM_KEY
 from model.checkpoint.llama_config import rope_entries
 from model.checkpoint.tensor import TORCH_DTYPES
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, InputError
 from model.common.read_files import CONFIG_BYTES, read_content
-from model.common.typed_json import json_text
+from model.common.typed_json import json_text, parse_object
 from model.decoder.config import LlamaConfig
 from model.families import Family
 from model.geometry import Geometry
@@ -109,9 +108,9 @@ def tokenizer_config(checkpoint: Checkpoint, family: Family) -> dict[str, bytes]
         return {}
     text = read_content(content, CONFIG_BYTES)
     try:
-        config = json.loads(text)
+        config = parse_object(text)
         if config.get("tokenizer_class") is None:
             return {}
         return {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (InputError, UnicodeEncodeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint.path}/{TOKENIZER_CONFIG} is damaged: {error}.") from error

@@ -11,6 +11,7 @@ from model.checkpoint.safetensors_writer import index_text
 from model.common.checks import short_repr
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
 from model.common.files import has_content
+from model.common.read_files import parse_json, starts_with_bom
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
@@ -52,6 +53,7 @@ def _compare_record(comparison: Comparison) -> None:
 def _compare_config(comparison: Comparison) -> None:
     expected, config = json.loads(comparison.plan.config_json), comparison.out.config
     differences = comparison.findings.differences
+    _compare_start(comparison, "config.json")
     for key in sorted(expected.keys() | config.keys()):
         if key not in config:
             differences.append(f"config.json lacks the key {key}")
@@ -60,6 +62,13 @@ def _compare_config(comparison: Comparison) -> None:
                 f"config.json has {key} = {config[key]!r}; it should be "
                 f"{repr(expected[key]) if key in expected else 'absent'}"
             )
+
+
+def _compare_start(comparison: Comparison, name: str) -> None:
+    """Add a finding for a byte-order mark before a JSON file of OUT: Groupwise reads it, but transformers does not."""
+    out, differences = comparison.out, comparison.findings.differences
+    if starts_with_bom(out.path / name):
+        differences.append(f"{name} begins with a byte-order mark, which transformers does not read")
 
 
 def _compare_side_files(comparison: Comparison) -> None:
@@ -88,7 +97,9 @@ def _compare_index(comparison: Comparison) -> None:
     if expected is None:
         if path.exists():
             differences.append(f"{INDEX} exists beside a single model.safetensors")
-    elif json.loads(path.read_bytes()) != json.loads(expected):
-        differences.append(f"{INDEX} does not give the true total_size or tensors")
+    else:
+        _compare_start(comparison, INDEX)
+        if parse_json(path.read_bytes()) != json.loads(expected):
+            differences.append(f"{INDEX} does not give the true total_size or tensors")
     for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:
         differences.append(f"the weight file {extra} belongs to no tensor of the model")

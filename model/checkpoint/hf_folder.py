@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 from model.common.errors import CheckpointError
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
 from model.common.read_files import (
+    BOM,
     CONFIG_BYTES,
     MAX_LEVELS,
     check_regular,
     is_lfs_pointer,
     leads_outside,
+    parse_json,
     read_bytes_up_to,
     refuse_outside,
 )
@@ -59,7 +61,10 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 
 def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8."""
+    """Return `config.json` as bytes and parsed. Raises CheckpointError unless it is a JSON object in UTF-8.
+
+    The bytes become the output's file, so they are without a byte-order mark, which transformers does not read.
+    """
     path = folder / "config.json"
     if path.is_symlink() and not path.exists():
         raise CheckpointError(
@@ -80,14 +85,13 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
     text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        config = json.loads(text)
-        text.decode()
-        json.dumps(config, ensure_ascii=False).encode()
+        config = parse_json(text)
+        json.dumps(config, ensure_ascii=False).encode()  # raises for halves of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON in UTF-8: {error}.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not a JSON object.")
-    return text, config
+    return text.removeprefix(BOM), config
 
 
 def refuse_file_of_model(path: Path) -> None:

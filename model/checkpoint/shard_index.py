@@ -1,6 +1,5 @@
 """Find the weight files of a Hugging Face folder, one file or shards with an index, and check the index."""
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from model.checkpoint.hf_folder import INDEX, SINGLE
 from model.checkpoint.tied import COPIES_OF_SHARED, SHARED
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, check_regular, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, check_regular, parse_json, read_bytes_up_to
 
 SHARD = re.compile(r"(?P<begin>.+)-\d+-of-(?P<of>\d+)\.(?P<suffix>\w+)")
 
@@ -90,10 +89,10 @@ def refuse_dangling(path: Path) -> None:
 def _read_index(path: Path) -> dict[str, str]:
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        table = json.loads(content)["weight_map"]
+        table = parse_json(content)["weight_map"]
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
             raise TypeError("weight_map does not map tensor names to file names")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a shard index: {error}.") from error
     return table
 

@@ -4,7 +4,9 @@ import codecs
 import difflib
 import json
 import os
+import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,17 @@ TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
 MAX_LEVELS = 64
 """Largest depth of folders in a folder that is read with its subfolders."""
+BOM = codecs.BOM_UTF8
+MAX_CONTAINERS = 1_000_000
+"""Largest number of objects and lists in a JSON text, unless the text is long. An empty one of 2 bytes takes 64 in
+memory."""
+BYTES_PER_CONTAINER = 16
+"""A JSON file may have more than MAX_CONTAINERS objects and lists, if it has this many bytes for each on average.
+
+The longest real files are safetensors headers. An entry there has an object and two lists, and about 100 bytes, so 33
+for each. It has 17 even with a name of one letter and an empty shape. A container takes 56 to 250 bytes in memory, so
+with this limit all containers take at most about 16 times the size of the file; short strings take as much.
+"""
 LFS_POINTER = b"version https://git-lfs"
 """Start of the file that a clone without git-lfs has in the place of a large file."""
 
@@ -56,7 +69,7 @@ def read_content(content: Path | bytes, limit: int) -> bytes:
 
 
 def starts_with_bom(path: Path) -> bool:
-    return _starts_with(path, codecs.BOM_UTF8)
+    return _starts_with(path, BOM)
 
 
 def is_lfs_pointer(path: Path) -> bool:
@@ -72,9 +85,44 @@ def read_json(path: Path) -> Any:
     """Return the value of a small JSON file. Raises CheckpointError if it is above CONFIG_BYTES or not JSON."""
     text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
+
+
+def parse_json(text: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the value of a JSON text in UTF-8, which may begin with a byte-order mark.
+
+    All JSON of checkpoints and runs is parsed here, since `json.loads` guesses among UTF-8, UTF-16 and UTF-32, and
+    other programs read only UTF-8. `make_object` is `object_pairs_hook` of `json.loads`.
+
+    Raises ValueError for another encoding, for what is no JSON or is nested too deeply, and for more objects and lists
+    than MAX_CONTAINERS and BYTES_PER_CONTAINER allow.
+    """
+    encoding = json.detect_encoding(text)
+    if not encoding.startswith("utf-8"):
+        raise ValueError(f"it is in {encoding[:6].upper()}, or damaged; save it in UTF-8")
+    most = max(MAX_CONTAINERS, len(text) // BYTES_PER_CONTAINER)
+    if has_more_containers(text, most):
+        raise ValueError(f"more than {most:,} objects and lists in {len(text):,} bytes")
+    try:
+        return json.loads(text.removeprefix(BOM).decode(), object_pairs_hook=make_object)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the byte at offset {error.start} is not UTF-8; save it in UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?')  # one without an end, too: it is read once
+
+
+def has_more_containers(text: bytes, most: int) -> bool:
+    """Return whether a JSON text has more objects and lists than `most`. Brackets in strings do not count."""
+    return _n_brackets(text) > most and _n_brackets(_STRING.sub(b"", text)) > most
+
+
+def _n_brackets(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[")
 
 
 def leads_outside(path: Path, folder: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from model.common.checks import LARGEST_COUNT, is_finite, short_repr
 from model.common.errors import InputError
+from model.common.read_files import parse_json
 
 T = TypeVar("T")
 
@@ -21,11 +22,11 @@ def json_text(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object. Raises InputError if the text is not one."""
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises InputError if the text is not one."""
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        parsed = parse_json(text)
+    except ValueError as error:
         raise InputError(f"not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise InputError(f"{short_repr(parsed)} where a JSON object is expected")

@@ -14,19 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
+from model.common.read_files import BOM, MAX_CONTAINERS, has_more_containers
 from model.texts import compressed
 from model.texts.record import BLANK, Document, Piece, Problem, Record, document
 
 SUFFIXES = tuple(
     f"{suffix}{packed}" for suffix in (".jsonl", ".ndjson", ".json") for packed in ("", *compressed.SUFFIXES)
 )
-BOM = b"\xef\xbb\xbf"
 BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a file that tell JSON Lines from other JSON."""
-MAX_CONTAINERS = 1_000_000
-"""Largest number of objects and lists in a line. An empty one of 2 bytes takes 64 in memory."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?')  # one without an end, too: it is read once
 _OVER_LINES = re.compile(rb'\{(?:[^\n]*[{\[,:])?[ \t\r]*\n(?:\s*["}\]\-0-9]|[ \t]+[{\[])')
 """A line that ends within an object, and a next one that goes on with it, since no record begins so."""
 _RECORDS = re.compile(rb"\{[^\n]*\}[ \t\r]*\n\s*\{|\[\s*\{")
@@ -123,7 +120,7 @@ def parse(line: bytes, text_column: str) -> Document | Problem:
     """Return the document of one line, or its Problem."""
     if not line.strip():
         return BLANK
-    if _n_brackets(line) > MAX_CONTAINERS and _n_brackets(_STRING.sub(b"", line)) > MAX_CONTAINERS:
+    if has_more_containers(line, MAX_CONTAINERS):
         return Problem(f"more than {MAX_CONTAINERS:,} objects and lists in one record")
     try:
         parsed = document(json.loads(line.rstrip(b"\r\n").decode()), text_column)
@@ -138,10 +135,6 @@ def parse(line: bytes, text_column: str) -> Document | Problem:
     except ValueError as error:
         return Problem(_json_problem(line, error))
     return parsed
-
-
-def _n_brackets(line: bytes) -> int:
-    return line.count(b"{") + line.count(b"[")
 
 
 def _json_problem(line: bytes, error: ValueError) -> str:

@@ -7,7 +7,6 @@ In a folder, a .json file that does not begin as records do (a config, or datase
 and reported. So are subfolders of models, of runs and of what else `uptrain` writes.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 from model.checkpoint.hf_folder import is_uptrain_output
 from model.common.errors import InputError
 from model.common.files import check_name, home_problem, is_plain_name
-from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, parse_json, read_bytes_up_to
 from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES
 from model.texts import NEED_PYARROW, READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
@@ -186,10 +185,10 @@ def _listed(path: Path, key: str) -> list[Any]:
     """Return a list from a JSON file of `datasets`."""
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        entries = json.loads(content)[key]
+        entries = parse_json(content)[key]
         if not isinstance(entries, list):
             raise TypeError(f"{key} is no list")
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
     return entries
 

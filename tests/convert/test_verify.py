@@ -243,6 +243,15 @@ def test_an_output_in_another_format(convert, source, out):
     )
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_byte_order_mark_in_the_output(convert, source, out, name):
+    """Groupwise reads such a file, but transformers does not."""
+    (out / name).write_text((out / name).read_text(), encoding="utf-8-sig")
+    result = convert("verify", source, out)
+    assert result.code == 3
+    assert f"{name} begins with a byte-order mark" in result.err
+
+
 @pytest.mark.parametrize("key", ["seed_note", "\ud800"])
 def test_half_a_letter_in_the_record(convert, source, out, tmp_path, key):
     record = json.loads((out / "groupwise.json").read_text())

@@ -12,6 +12,7 @@ from limits import bounded
 from safetensors_headers import write_headers
 
 from model.checkpoint import TensorInfo
+from model.common import read_files
 
 HUGE = 1 << 28
 
@@ -62,3 +63,32 @@ def test_an_empty_tensor_of_a_size_that_numpy_cannot_hold(convert, tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save({"model.embed_tokens.weight": torch.empty(0, 1 << 62)}, folder / "pytorch_model.bin")
     convert("inspect", folder).refused("of the impossible shape")
+
+
+def many_lists(begin, end):
+    """Return JSON of 4 MB that takes 100 MB in memory."""
+    return begin + b"[]," * 1_300_000 + b"[]" + end
+
+
+@pytest.mark.parametrize("name", ["config.json", "groupwise.json", "model.safetensors.index.json", "model.safetensors"])
+def test_very_many_lists_in_a_file(convert, tmp_path, name):
+    folder = tiny.save(tiny.build(), tmp_path / "source")
+    if name == "model.safetensors":
+        header = many_lists(b'{"x": [', b"]}")
+        (folder / name).write_bytes(len(header).to_bytes(8, "little") + header)
+    else:
+        (folder / name).write_bytes(many_lists(b'{"weight_map": {"a": "b"}, "x": [', b"]}"))
+    with bounded(30):
+        result = convert("to-hf", folder, tmp_path / "out")
+    result.refused(name, "more than 1,000,000 objects and lists in 3,900,")
+
+
+def test_as_many_lists_as_the_shortest_entries_of_safetensors_have(monkeypatch):
+    monkeypatch.setattr(read_files, "MAX_CONTAINERS", 10)
+    entry = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    header = {chr(ord("a") + i): entry for i in range(20)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert read_files.parse_json(text) == header
+    with pytest.raises(ValueError, match="more than 10 objects and lists in 81 bytes"):
+        read_files.parse_json(b"[" + b"[]," * 26 + b"0]")
+    assert read_files.parse_json(json.dumps("[" * 99).encode()) == "[" * 99

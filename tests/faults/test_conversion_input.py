@@ -11,6 +11,7 @@ import tiny
 from commands import MEAN, left_behind
 from damage import rewrite
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -115,12 +116,28 @@ def test_training_from_another_format(uptrain, tmp_path, name):
         ('{"a": "\\ud800"}', "not valid JSON"),
         ("", "not valid JSON"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "not valid JSON"),
-        ("\xff\xfe{\x00}\x00", "not valid JSON in UTF-8"),
+        ("\xff\xfe{\x00}\x00", "not valid JSON in UTF-8: it is in UTF-16, or damaged; save it in UTF-8."),
+        ("{\x00}\x00", "it is in UTF-16, or damaged; save it in UTF-8."),
+        ("{\x00\x00\x00}\x00\x00\x00", "it is in UTF-32, or damaged; save it in UTF-8."),
+        ('{"a": "\xe9"}', "the byte at offset 7 is not UTF-8; save it in UTF-8."),
     ],
 )
 def test_damaged_config(refuse_source, source, text, word):
     (source / "config.json").write_text(text, encoding="latin-1")
     refuse_source("config.json", word)
+
+
+@pytest.mark.parametrize("command", ["to-hf", "mha-to-gqa"])
+def test_a_config_after_a_byte_order_mark(convert, source, tmp_path, command):
+    """Editors on Windows write the mark. transformers does not read it, so the output has none."""
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config, encoding="utf-8-sig")
+    made = tmp_path / "made"
+    convert(command, source, made, *(MEAN if command == "mha-to-gqa" else ())).succeeded()
+    AutoConfig.from_pretrained(made)
+    if command == "to-hf":
+        assert (made / "config.json").read_text() == config
+    convert("verify", source, made).succeeded()
 
 
 def test_no_weights(refuse_source, source):

@@ -16,7 +16,7 @@ from convert.output.model_card import TRAINING_DETAILS
 from model import load_model
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.export import export
-from uptrain.export.export import make_record
+from uptrain.export.export import config_text, make_record
 from uptrain.export.model_card import _losses, model_card
 from uptrain.runs.folder import Run
 
@@ -259,6 +259,11 @@ def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
     uptrain("export", run, tmp_path / "out", "--dtype", "bfloat16").succeeded()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_a_byte_order_mark_is_not_exported(tmp_path):
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8-sig")
+    assert config_text(tmp_path, "bfloat16") == b'{"dtype": "bfloat16"}'
 
 
 def test_a_float16_model_is_exported_in_bfloat16(tmp_path, uptrain):

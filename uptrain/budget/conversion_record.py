@@ -1,12 +1,11 @@
 """Read what a conversion recorded of a model: its sources and its method."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, parse_json, read_bytes_up_to
 
 
 class _Conversion(NamedTuple):
@@ -91,7 +90,7 @@ def _conversions(folder: Path) -> list[_Conversion]:
         return []
     content = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        record: Any = json.loads(content)
+        record: Any = parse_json(content)
         conversions = []
         while record is not None:
             source, method = record["source"], str(record.get("method"))
@@ -100,6 +99,6 @@ def _conversions(folder: Path) -> list[_Conversion]:
             heads = source.get("n_kv_heads")
             conversions.append(_Conversion(str(source["name"]), method if merged else None, heads and int(heads)))
             record = source.get("groupwise")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error
     return conversions

@@ -8,7 +8,6 @@
 Runs may be untrusted: file names are checked before the files are opened.
 """
 
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import CONFIG_BYTES, parse_json, read_bytes_up_to
 
 TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -56,7 +55,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
     """Return a checkpoint's state. Raises InputError if it is damaged, or its step is not that of the folder."""
     path = checkpoint / STATE
     try:
-        state = json.loads(read_bytes_up_to(path, CONFIG_BYTES))
+        state = parse_json(read_bytes_up_to(path, CONFIG_BYTES))
         numbers = [state["step"], state["tokens"], *state["skipped"], *state["not_finite"]]
         if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
             raise TypeError("a count is not a whole number of 0 or more, or `keep` is not true or false")
@@ -64,7 +63,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
             raise TypeError("a gradient norm is not a number")
         if state["step"] != step_of(checkpoint.name):
             raise ValueError(f"it says step {state['step']}")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(
             f"{path} is damaged ({error!r}); remove {checkpoint}, so that an older one is used."
         ) from error
@@ -119,7 +118,7 @@ def read_manifest(checkpoint: Path) -> Checksums:
 
     Raises OSError, ValueError, LookupError, TypeError or AttributeError if the manifest is damaged.
     """
-    files: Checksums = json.loads(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
+    files: Checksums = parse_json(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
     for name in files:
         parts = name.split("/")
         if not all(map(is_plain_name, parts)) or parts[:-1] not in ([], [TENSORS]):

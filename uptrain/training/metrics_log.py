@@ -115,7 +115,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 def _parse(path: Path, number: int, line: str) -> Record:
     try:
-        record = parse_object(line)
+        record = parse_object(line.encode())
         _check(record)
     except InputError as error:
         reason = str(error).rstrip(".")

@@ -5,7 +5,6 @@ name to `{"dtype", "shape", "data_offsets": [begin, end]}` (offsets from the end
 gaps. The header is parsed here because the library does not expose the byte ranges, which copying needs.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +21,7 @@ from model.checkpoint.tensor import BITS, Array, Span, TensorInfo, numpy_dtype
 from model.common import checks
 from model.common.checks import LARGEST_COUNT
 from model.common.errors import CheckpointError
+from model.common.read_files import parse_json
 
 MAX_HEADER, MAX_AXES = 100_000_000, 64
 _OPENING = Lock()
@@ -50,10 +50,12 @@ def read_header(path: Path) -> Header:
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated: its header does not fit in it.")
         text = file.read(length)
     try:
-        entries = json.loads(text, object_pairs_hook=_unique_keys)
+        if not text.startswith(b"{"):  # but with a byte-order mark or a space, which other readers refuse
+            raise ValueError("it does not begin with {")
+        entries = parse_json(text, _unique_keys)
         metadata = entries.pop("__metadata__", None) or {}
         header = Header(*_parse(entries, metadata, data_start=8 + length), metadata, version)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} has a damaged safetensors header: {error}.") from error
     end = max((header.offsets[n] + t.nbytes for n, t in header.tensors.items()), default=8 + length)
     if end != size:
