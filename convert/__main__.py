@@ -1,5 +1,17 @@
-"""Run `python -m convert`. It works even where ImageMagick's `convert` comes first on the PATH."""
+"""Run `convert`, or `python -m convert`, which works even where ImageMagick's `convert` comes first on the PATH."""
 
-from convert.cli import main
+import signal
 
-main()
+from model.common import interrupts
+
+
+def main() -> None:
+    """Run the command line. An interrupt during its imports, which take a while, is one line, too."""
+    interrupts.install(signal.SIGINT)
+    from convert.cli import main as run_command_line
+
+    run_command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 from convert.commands import COMMANDS
-from model.common import console
+from model.common import console, interrupts
 
 
 @click.group(
@@ -33,7 +33,5 @@ for _name in COMMANDS:
 
 def main() -> None:
     """Run the command line. SIGTERM and SIGHUP have the effect of Ctrl-C, so that temporary files are removed."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    interrupts.install(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     console.run(cli)

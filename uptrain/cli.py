@@ -3,16 +3,17 @@
 Exit codes:
 0    success, also of a run that saved and stopped after a signal or `--max-minutes` (see `status` in `run_state.json`)
 1    failure during the run, or halt after non-finite gradients (`uptrain resume RUN` continues at the last checkpoint);
-     interruption of a command without steps, such as `prepare`
+     interruption of a command without steps, such as `prepare`, or of any command while it starts
 2    invalid input
 130  stopped by a second signal, without saving
 """
 
 import importlib
+import signal
 
 import click
 
-from model.common import console
+from model.common import console, interrupts
 from uptrain.commands import COMMANDS
 
 
@@ -33,5 +34,6 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. Commands that save or clean up first install handlers of their own."""
+    interrupts.install(signal.SIGINT)
     console.run(cli, launched=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
               help="Also show how similar the K/V heads of each layer are, and what merging them would lose. Reads "
               "all attention weights.")  # fmt: skip
 @click.option("--figure", type=PathType(), metavar="FILE.png",
-              help="Draw the result of --heads.")  # fmt: skip
+              help="Draw the result of --heads. The file must not exist.")  # fmt: skip
 @json_option()
 def command(source: Path, heads: bool, figure: Path | None, as_json: bool) -> None:
     """Show the geometry of SOURCE and the possible --groups.
@@ -72,6 +72,8 @@ def _check_figure(path: Path) -> None:
         raise InputError("--figure needs matplotlib: pip install matplotlib; or leave --figure out.")
     if path.suffix.lower() != ".png" or path.is_dir():
         raise InputError(f"--figure {path}: the name must end in .png.")
+    if os.path.lexists(path):
+        raise InputError(f"--figure {path} exists; choose another name, or remove it.")
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} for {path.name}; create it first.")
     if not os.access(path.parent, os.W_OK):

@@ -91,12 +91,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / CONVERSION_RECORD
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist; give a folder that convert made.")
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(
             f"{folder} has no {CONVERSION_RECORD}, so it was not made by convert and cannot be verified."
         )
+    text = read_bytes_up_to(path, CONFIG_BYTES)
     try:
-        content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        content = parse_object(text)
         _check(content)
         json_text(content)  # raises for halves of a surrogate pair, which no file can hold
     except (InputError, UnicodeEncodeError, RecursionError) as error:

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.common.errors import InputError, RankError, RunError, is_device_error, is_lost_process, is_out_of_memory
-from model.common.launcher_variables import has_launcher, is_local_main_process
+from model.common.launcher_variables import is_local_main_process, prints_errors
 from model.common.printable import first_sentence, one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -77,8 +77,11 @@ def run(cli: click.Command, launched: bool = False) -> None:
         code = BAD_INPUT
     except (Exception, KeyboardInterrupt) as error:
         message, code = _explain(error)
-        if not launched or isinstance(error, RankError) or is_local_main_process() or not has_launcher():
+        if not launched or isinstance(error, RankError) or prints_errors():
             echo_line(f"Error: {message}")
+    # After a KeyboardInterrupt inside an exec() of text, as of dataclasses, CPython ends with the signal instead of the
+    # code: it notes so, and clears the note at the next exec().
+    exec("")
     sys.exit(code)
 
 

@@ -55,6 +55,11 @@ def has_launcher() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and all(os.environ.get(name) for name in variables)
 
 
+def prints_errors() -> bool:
+    """Return whether this process prints errors that all processes of a launcher have: the first on each machine."""
+    return is_local_main_process() or not has_launcher()
+
+
 def _variable(name: str, default: int, least: int) -> int:
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:

@@ -139,10 +139,10 @@ def test_figure(convert, source, tmp_path):
     pixels = matplotlib.image.imread(path)
     assert pixels.shape[0] > 500
     assert pixels[..., :3].std() > 0.05
-    before = path.read_bytes()
-    assert json.loads(convert("inspect", source, "--heads", "--figure", path, "--json").out)["heads"]
-    assert path.read_bytes() == before
-    assert {p.name for p in tmp_path.iterdir()} == {"heads.png", "source"}
+    again = tmp_path / "again.png"
+    assert json.loads(convert("inspect", source, "--heads", "--figure", again, "--json").out)["heads"]
+    assert again.read_bytes() == path.read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"heads.png", "again.png", "source"}
 
 
 def test_figure_of_a_large_model():
@@ -187,12 +187,17 @@ def test_a_head_of_zeros_loses_nothing(convert, tmp_path):
 def test_where_no_figure_can_be_written(convert, source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.inspection.heads.report_heads", lambda *_: pytest.fail("it began to work"))
     (tmp_path / "folder.png").mkdir()
+    (tmp_path / "photo.png").write_bytes(b"of the user")
+    (tmp_path / "link.png").symlink_to(tmp_path / "gone")
     for path, words in (
         (tmp_path / "heads.pdf", "the name must end in .png"),
         (tmp_path / "folder.png", "the name must end in .png"),
         (tmp_path / "none/heads.png", "there is no folder"),
+        (tmp_path / "photo.png", f"--figure {tmp_path}/photo.png exists; choose another name, or remove it."),
+        (tmp_path / "link.png", "exists; choose another name"),
     ):
         convert("inspect", source, "--heads", "--figure", path).refused(words)
+    assert (tmp_path / "photo.png").read_bytes() == b"of the user"
     convert("inspect", source, "--figure", tmp_path / "heads.png").refused("give --heads too")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     convert("inspect", source, "--heads", "--figure", tmp_path / "heads.png").refused("pip install matplotlib")

@@ -77,6 +77,9 @@ def test_a_home_that_no_shell_has_replaced(convert, uptrain, source, tmp_path, m
 def test_damaged_record_of_an_earlier_conversion(refuse_source, source):
     (source / "groupwise.json").write_text("[" * 100_000)
     refuse_source("groupwise.json", "damaged", options=("--dry-run",))
+    (source / "groupwise.json").unlink()
+    (source / "groupwise.json").mkdir()
+    refuse_source(f"Error: {source / 'groupwise.json'} is not a regular file; replace it by the file itself.")
 
 
 def test_dangling_source(refuse_source, tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from model.common.interrupts import exit_at_once
 from model.common.launcher_variables import is_local_main_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -23,7 +24,6 @@ CONTINUES = "finished work is kept, and the same command continues"
 STOPPING = (
     "Stopping. The run saves first, if it has begun and no process has failed; a second signal stops it without saving."
 )
-_SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class StopRequest:
@@ -41,7 +41,7 @@ class StopRequest:
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.reason and now - self._first > _SAME_REQUEST_SECONDS:
-            _exit_at_once(b"stopped by a second signal, without saving.\n")
+            exit_at_once(b"stopped by a second signal, without saving.\n", KILLED)
         if not self.reason:
             self.reason, self._first = signal.Signals(number).name, now
             if is_local_main_process():
@@ -55,12 +55,6 @@ def _say_stopping() -> None:
     """Print STOPPING: saving may take minutes. On a terminal it begins a line, below a progress bar."""
     with suppress(OSError):  # the terminal may be closed, which the signal may tell
         os.write(2, (b"\n" if os.isatty(2) else b"") + STOPPING.encode() + b"\n")
-
-
-def _exit_at_once(message: bytes) -> None:
-    """End the process. A progress bar has hidden the cursor of a terminal."""
-    os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + message)
-    os._exit(KILLED)
 
 
 def _handled() -> list[signal.Signals]:
@@ -99,7 +93,7 @@ def interruptible(after: str = STARTS_AGAIN) -> Iterator[None]:
             first = time.monotonic()
             raise KeyboardInterrupt(after)
         if time.monotonic() - first > _SAME_REQUEST_SECONDS:
-            _exit_at_once(f"stopped by a second signal; {after}.\n".encode())
+            exit_at_once(f"stopped by a second signal; {after}.\n".encode(), KILLED)
 
     if stop_request.reason:
         raise KeyboardInterrupt(after)
