@@ -72,6 +72,15 @@ def starts_with_bom(path: Path) -> bool:
     return _starts_with(path, BOM)
 
 
+def refuse_bom(path: Path) -> None:
+    """Raise CheckpointError if a file that transformers will read begins with a byte-order mark."""
+    if starts_with_bom(path):
+        raise CheckpointError(
+            f"{path} begins with a byte-order mark, which transformers does not read; save it as UTF-8 without the "
+            "mark."
+        )
+
+
 def is_lfs_pointer(path: Path) -> bool:
     return _starts_with(path, LFS_POINTER)
 

@@ -11,7 +11,7 @@ from typing import Any
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, starts_with_bom
+from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, refuse_bom
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -189,11 +189,8 @@ def check_files(folder: Path) -> None:
     for name, limit in limits.items():
         if (folder / name).exists():
             check_size(folder / name, limit)
-            if name.endswith(".json") and starts_with_bom(folder / name):
-                raise CheckpointError(
-                    f"{folder / name} begins with a byte-order mark, which transformers does not read; save it as "
-                    "UTF-8 without the mark."
-                )
+            if name.endswith(".json"):
+                refuse_bom(folder / name)
             if name in CONFIGS:
                 _check_config(folder / name, read_json(folder / name))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model.common import checks
 from model.common.errors import CheckpointError, InputError, RunError, is_device_error, is_out_of_memory, prefix_path
+from model.common.read_files import refuse_bom
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
@@ -176,6 +177,7 @@ def read_hf_config(folder: Path) -> Any:
     _refuse_version_4()
     register()
     values = read_language_config(folder)
+    refuse_bom(folder / "config.json")
     _refuse_kernels(folder, values)
     _check_layers(folder, values)
     family = FAMILIES.get(str(values.get("model_type")))
