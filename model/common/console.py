@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -79,9 +80,9 @@ def run(cli: click.Command, launched: bool = False) -> None:
         message, code = _explain(error)
         if not launched or isinstance(error, RankError) or prints_errors():
             echo_line(f"Error: {message}")
-    # After a KeyboardInterrupt inside an exec() of text, as of dataclasses, CPython ends with the signal instead of the
-    # code: it notes so, and clears the note at the next exec().
-    exec("")
+    # After a KeyboardInterrupt in a text that Python evaluated, as for a dataclass, `python -m` would end with the
+    # signal instead of the code. CPython forgets that when it evaluates another text, as for a named tuple.
+    namedtuple("_", "")
     sys.exit(code)
 
 

@@ -31,6 +31,12 @@ console.run(command)
 """
 
 
+def run_module(folder, *words):
+    """Run `python -m`, with the modules of a folder before all others."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return subprocess.run([sys.executable, "-m", *words], env=env, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
@@ -43,12 +49,12 @@ console.run(command)
 def test_during_an_import(source, tmp_path, module, words):
     (tmp_path / f"{module}.py").write_text(SWALLOWS)
     words = [word.replace("SOURCE", str(source)) for word in words]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    result = subprocess.run([sys.executable, "-m", *words], env=env, capture_output=True, text=True, check=False)
+    result = run_module(tmp_path, *words)
     assert (result.returncode, result.stdout, result.stderr) == (1, "", LINE)
 
 
-def test_in_a_text_that_is_executed():
-    """As when a dataclass is made. CPython would end with the signal."""
-    result = subprocess.run([sys.executable, "-c", IN_EXEC], capture_output=True, text=True, check=False)
+def test_in_a_text_that_is_executed(tmp_path):
+    """As when a dataclass is made. With `python -m`, CPython would end with the signal."""
+    (tmp_path / "in_exec.py").write_text(IN_EXEC)
+    result = run_module(tmp_path, "in_exec")
     assert (result.returncode, result.stderr.lstrip("\n")) == (1, LINE)
