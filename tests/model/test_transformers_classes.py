@@ -3,10 +3,8 @@
 import copy
 
 import pytest
-import tiny
 
-from model.common.errors import CheckpointError
-from model.decoder.transformers_classes import build_observable_model, read_hf_config
+from model.decoder.transformers_classes import build_observable_model
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
