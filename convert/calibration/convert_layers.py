@@ -18,7 +18,7 @@ from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.files import sync_folder
-from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
+from model.decoder.devices import computing_on
 
 MAX_COMPARISON_TOKENS = 4096
 """Maximum validation tokens on which solutions are compared."""
@@ -39,7 +39,7 @@ def write_layers(
         return
     recipe = conversions[0].recipe
     assert recipe.text is not None
-    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
+    with computing_on(recipe.device):
         for layer in iter_layers(checkpoint, recipe.text, folder, advance, recipe.device, recipe.refine):
             save_layer(convert(layer), conversions[layer.index], folder)
     sync_folder(folder)
@@ -64,7 +64,7 @@ def validation_errors(
     text = validation_text(recipe.text)
     folder.mkdir(parents=True)
     errors, last = {}, max(indices)
-    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
+    with computing_on(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, lambda n: None, recipe.device):
             layer.run(lambda heads: None)
             if layer.index in indices:

@@ -23,7 +23,7 @@ from convert.layer_tensors.head_matrices import Real
 from convert.layers.layer_stream import CalibrationLayer, iter_layers
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
-from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error, to_float64
+from model.decoder.devices import computing_on, to_float64
 
 SURVEY_TOKENS = 8192
 """Maximum tokens of the text that are surveyed."""
@@ -47,7 +47,7 @@ def choose_pair_indices(
     candidates = [stock_pair_indices(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
     errors_F, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)
-    with out_of_memory_as_run_error(recipe.device), fast_float32_matmul(recipe.device):
+    with computing_on(recipe.device):
         for layer in iter_layers(checkpoint, text, folder, advance, recipe.device):
             conversion = conversions[layer.index]
             sums = InputSums(layer, conversion.sizes.hidden_size)

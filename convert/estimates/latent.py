@@ -20,7 +20,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
+from model.decoder.devices import computing_on
 
 _DECOMPOSITIONS = 40
 """FLOPs of a closed form, in cubes of the hidden size: measured 30 to 60 for 256 to 2048, with several weights."""
@@ -46,7 +46,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     text, recipe = plan.recipe.text, plan.recipe
     if text is None:
         return 0.0
-    with out_of_memory_as_run_error(recipe.device), torch.inference_mode(), fast_float32_matmul(recipe.device):
+    with computing_on(recipe.device), torch.inference_mode():
         layer = _measure(checkpoint, plan)
         writing = writing_seconds(plan, text.window_tokens * layer.run)
     validation = text.n_tokens / VALIDATION_EVERY

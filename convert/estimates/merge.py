@@ -27,7 +27,7 @@ from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
-from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
+from model.decoder.devices import computing_on
 
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
@@ -53,7 +53,7 @@ def merge_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     if plan.recipe.text is None or not plan.conversions:
         return 0.0
     device = plan.recipe.device
-    with out_of_memory_as_run_error(device), torch.inference_mode(), fast_float32_matmul(device):
+    with computing_on(device), torch.inference_mode():
         measured = _measure(checkpoint, plan)
         writing = writing_seconds(plan, measured.run)
     return len(plan.conversions) * _layer_seconds(plan, measured) + writing

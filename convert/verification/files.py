@@ -53,7 +53,7 @@ def _compare_record(comparison: Comparison) -> None:
 def _compare_config(comparison: Comparison) -> None:
     expected, config = json.loads(comparison.plan.config_json), comparison.out.config
     differences = comparison.findings.differences
-    _compare_start(comparison, "config.json")
+    _check_byte_order_mark(comparison, "config.json")
     for key in sorted(expected.keys() | config.keys()):
         if key not in config:
             differences.append(f"config.json lacks the key {key}")
@@ -64,8 +64,8 @@ def _compare_config(comparison: Comparison) -> None:
             )
 
 
-def _compare_start(comparison: Comparison, name: str) -> None:
-    """Add a finding for a byte-order mark before a JSON file of OUT: Groupwise reads it, but transformers does not."""
+def _check_byte_order_mark(comparison: Comparison, name: str) -> None:
+    """Add a difference for a byte-order mark in a JSON file of OUT: Groupwise reads it, but transformers does not."""
     out, differences = comparison.out, comparison.findings.differences
     if starts_with_bom(out.path / name):
         differences.append(f"{name} begins with a byte-order mark, which transformers does not read")
@@ -98,7 +98,7 @@ def _compare_index(comparison: Comparison) -> None:
         if path.exists():
             differences.append(f"{INDEX} exists beside a single model.safetensors")
     else:
-        _compare_start(comparison, INDEX)
+        _check_byte_order_mark(comparison, INDEX)
         if parse_json(path.read_bytes()) != json.loads(expected):
             differences.append(f"{INDEX} does not give the true total_size or tensors")
     for extra in {f.name for f in out.path.glob("*.safetensors")} - {f.name for f in out.weight_files}:

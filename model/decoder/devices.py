@@ -83,6 +83,13 @@ def _is_exact() -> bool:
 
 
 @contextmanager
+def computing_on(device: str) -> Iterator[None]:
+    """Multiply float32 fast and exactly on the CPU (`fast_float32_matmul`). Raise RunError where a GPU lacks memory."""
+    with out_of_memory_as_run_error(device), fast_float32_matmul(device):
+        yield
+
+
+@contextmanager
 def out_of_memory_as_run_error(device: str) -> Iterator[None]:
     """Raise RunError where a GPU lacks memory."""
     try:
