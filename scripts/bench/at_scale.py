@@ -18,7 +18,7 @@ from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
-from scripts.bench.machine import facts
+from scripts.bench.machine import describe_machine
 from uptrain.estimates.memory import COMPUTE_BYTES, GRADIENT_BYTES, MemoryEstimator, MemoryOptions
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
@@ -164,7 +164,13 @@ def main() -> None:
         results = [estimates(shape, Path(folder)) for shape in SHAPES]
     print(table(results))
     if options.out:
-        record = {"machine": facts(), "part": PART, "seq_len": SEQ_LEN, "micro_batch": MICRO_BATCH, "rows": results}
+        record = {
+            "machine": describe_machine(),
+            "part": PART,
+            "seq_len": SEQ_LEN,
+            "micro_batch": MICRO_BATCH,
+            "rows": results,
+        }
         options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
         options.out.with_suffix(".md").write_text(table(results) + "\n")
 

@@ -28,7 +28,7 @@ from convert.estimates import merge as estimate
 from convert.planning.merge_plan import MergePlan
 from model.checkpoint import Checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, write_random
-from scripts.bench.machine import facts, write_rows
+from scripts.bench.machine import describe_machine, write_rows
 
 SHAPE = replace(LLAMA_2_7B, layers=2)
 N_LAYERS = LLAMA_2_7B.layers
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.work:
         options.work.mkdir(parents=True, exist_ok=True)
-    print(f"{facts()}, {torch.get_num_threads()} threads", flush=True)
+    print(f"{describe_machine()}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         source = Path(folder) / "source"
         write_random(SHAPE, source, layers_per_shard=1)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from model.checkpoint.latent_norm import LATENT_NORM_KEY, norm_weight
+from model.common.counts import counted
 from model.decoder.config import read_llama_config
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
-from scripts.bench.machine import facts
+from scripts.bench.machine import describe_machine
 
 HIDDEN, HEADS, LAYERS, HEAD_DIM = 1024, 16, 4, 64
 COMMON = {
@@ -47,14 +48,14 @@ def main() -> None:
     rows = [run.row() for run in runs]
     print(table(rows))
     if options.out:
-        record = {"machine": facts(), "options": {**vars(options), "out": str(options.out)}, "rows": rows}
+        record = {"machine": describe_machine(), "options": {**vars(options), "out": str(options.out)}, "rows": rows}
         options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def configs() -> dict[str, dict[str, Any]]:
     """Return config.json of each model, by name."""
     llama = {**COMMON, "model_type": "llama", "head_dim": HEAD_DIM}
-    llamas = {f"{n} K/V head{'s' * (n > 1)}": {**llama, "num_key_value_heads": n} for n in GROUPS}
+    llamas = {counted(n, "K/V head"): {**llama, "num_key_value_heads": n} for n in GROUPS}
     deepseek = {
         **COMMON, "model_type": "deepseek_v3", "q_lora_rank": None, "qk_nope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM, "first_k_dense_replace": LAYERS, "hidden_act": "silu", "attention_bias": False,

@@ -12,7 +12,7 @@ from model.common.machine import n_cores
 Row = dict[str, Any]
 
 
-def facts() -> dict[str, str | int]:
+def describe_machine() -> dict[str, str | int]:
     """Return the processor, the usable cores and torch's threads, the GPU if any, torch's version and our commit."""
     import torch  # here, since `commit` is used by programs that need no torch
 
@@ -23,7 +23,7 @@ def facts() -> dict[str, str | int]:
 
 def write_rows(path: Path, rows: list[Row], **more: Any) -> None:
     """Write measurements as JSON, with the description of the machine and more keys, which win."""
-    path.write_text(json.dumps({**facts(), **more, "rows": rows}, indent=2) + "\n")
+    path.write_text(json.dumps({**describe_machine(), **more, "rows": rows}, indent=2) + "\n")
 
 
 def cpu_model() -> str:

@@ -30,7 +30,7 @@ from model.common.machine import n_cores
 from model.common.plot_style import PLOT_STYLE
 from scripts.bench.engines.client import ENGINES, GIB, Worker
 from scripts.bench.engines.models import FAMILIES, make_gguf, make_models
-from scripts.bench.machine import Row, facts
+from scripts.bench.machine import Row, describe_machine
 
 TASKS = ("prefill", "decode")
 CLOCKS = ("wall", "processor")
@@ -209,7 +209,7 @@ def command(
 
 def setup_of(plan: Plan) -> dict[str, Any]:
     """Return the settings that the results depend on."""
-    machine = facts()
+    machine = describe_machine()
     return {
         "cpu": machine["cpu"], "threads": plan.threads, "clock": plan.clock, "dtype": DTYPE, "vllm_eager": plan.eager,
         "steps": plan.steps, "cache_gib": plan.cache_gib, "gpu": machine.get("gpu"),
@@ -228,7 +228,7 @@ def check_installed(name: str) -> None:
 
 def measure(engine: str, model: str, cells: list[Cell], plan: Plan, results: Results, path: Path | None) -> None:
     """Measure the cells on each number of K/V heads in turn, every second time in reverse order."""
-    commit = str(facts()["commit"])
+    commit = str(describe_machine()["commit"])
     folders = make_models(plan.work, model)
     sizes = {n: bytes_per_token(folder) for n, folder in folders.items()}
     fitting = [cell for cell in cells if results.fits_or_is_left_out(cell, max(sizes.values()))]

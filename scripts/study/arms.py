@@ -16,7 +16,7 @@ from scripts.bench.machine import commit, cpu_model
 from scripts.study import programs
 from scripts.study.plan import TEXT_KINDS, Arm, Plan, Stage, arms_of
 from scripts.study.prepare import Workspace
-from scripts.study.results import Result, is_parent, read
+from scripts.study.results import Result, is_parent, read_results
 
 NEVER = 10**9
 """Steps between evaluations: more than any uptraining has, so that only its end is measured."""
@@ -27,7 +27,7 @@ class Subject:
     """A parent with its data and its training settings."""
 
     name: str
-    """`parent` for the plan's own parent, else the name of its family or of the outside parent."""
+    """`parent` for the plan's own parent, else the name of its family or of the external parent."""
     folder: Path
     seed: int
     caches: Path
@@ -68,19 +68,19 @@ def subjects(workspace: Workspace) -> Iterator[tuple[Subject, tuple[Arm, ...]]]:
     plan, parent = workspace.plan, workspace.plan.parent
     for family, seed in product(parent.families or ("",), parent.seeds):
         values = (parent.tokens, parent.global_batch_tokens, parent.precision, plan.seq_len)
-        subject = Subject(family or "parent", workspace.parent(seed, family), seed, workspace.home, *values)
+        subject = Subject(family or "parent", workspace.parent_folder(seed, family), seed, workspace.home, *values)
         yield subject, arms_of(plan, None)
-    for outside in plan.outside:
-        folder = workspace.home / outside.name
-        values = (outside.original_tokens, outside.global_batch_tokens, parent.precision, outside.seq_len)
-        for seed in outside.seeds:
-            yield Subject(outside.name, folder / "model", seed, folder, *values), arms_of(plan, outside)
+    for external in plan.external:
+        folder = workspace.home / external.name
+        values = (external.original_tokens, external.global_batch_tokens, parent.precision, external.seq_len)
+        for seed in external.seeds:
+            yield Subject(external.name, folder / "model", seed, folder, *values), arms_of(plan, external)
 
 
 def missing_cases(workspace: Workspace) -> list[Case]:
     """Return the cases without a line in the results, or with one that lacks a measure, in the plan's order."""
     measures = measures_of(workspace.plan)
-    measured = {key_of_line(line) for line in read(workspace.results) if measures <= line.keys()}
+    measured = {key_of_line(line) for line in read_results(workspace.results) if measures <= line.keys()}
     cases = []
     for subject, arms in subjects(workspace):
         for arm in arms:
@@ -148,7 +148,11 @@ def work_on(workspace: Workspace, case: Case, tell: Callable[[str], None]) -> No
 def begin(workspace: Workspace, case: Case, out: Path) -> Path:
     """Return the model that an arm starts from. If it is a merge, convert it."""
     if case.arm.convert is None:
-        return workspace.parent(case.subject.seed, f"g{case.groups}") if case.arm.from_nothing else case.subject.folder
+        return (
+            workspace.parent_folder(case.subject.seed, f"g{case.groups}")
+            if case.arm.from_scratch
+            else case.subject.folder
+        )
     convert = (word.replace(TEXT_KINDS, f"{case.subject.text_kinds}/own") for word in case.arm.convert)
     command: str = "mha-to-gqa"
     size: tuple[object, ...] = ("--groups", case.groups)
@@ -218,7 +222,7 @@ def describe(workspace: Workspace, case: Case, stage: Stage | None, measures: Re
         "tokens": measures["tokens"], "held_out_loss": measures["loss"], "parent_loss": measures["teacher_loss"],
         "kl": measures["kl"], "agreement": measures["agreement"], "targets": measures["targets"],
         **({"curve": measures["curve"]} if "curve" in measures else {}),
-        "convert": case.arm.convert, "latent": case.latent, "from_nothing": case.arm.from_nothing,
+        "convert": case.arm.convert, "latent": case.latent, "from_scratch": case.arm.from_scratch,
         "original_tokens": subject.tokens, "precision": subject.precision,
         "parent_sha256": weights_hash(subject.folder),
         "caches": cache_hashes(subject.caches), "commit": commit(),

@@ -1,6 +1,6 @@
 """Write rows, names and cells of a study's tables: means over seeds ± their sample standard deviation.
 
-Two figures are both written, since their deviation says little.
+Of two seeds both values are shown, since a deviation of two says little.
 """
 
 import math
@@ -20,7 +20,7 @@ from scripts.study.results import (
     unique,
 )
 
-PAPERS = ("mean", (0.05, "next-token"))
+PAPER_RECIPE = ("mean", (0.05, "next-token"))
 """The recipe of Ainslie et al. (2023), section 2."""
 START: StageKey = (0, None)
 """Right after conversion."""
@@ -40,10 +40,6 @@ def models(lines: list[Result]) -> list[tuple[str, StageKey]]:
 def by_loss(stage: StageKey) -> tuple[str, float]:
     """Return the sort key of an uptraining: first none, then by loss and length."""
     return stage[1] or "", stage[0]
-
-
-def kv_heads(n: int) -> str:
-    return f"{n} K/V head{'s' * (n > 1)}"
 
 
 def merged_heads(lines: list[Result]) -> list[int]:

@@ -2,7 +2,7 @@
 
     python -m scripts.study.distil_on_text_kinds .study/merges/smollm2_kinds --work .study/distilled
 
-FOLDER is that of an outside parent that the plan `text_kinds` has made: model/ and text_kinds/. Every measurement is a
+FOLDER is that of an external parent that the plan `text_kinds` has made: model/ and text_kinds/. Every measurement is a
 line of WORK/results.jsonl; existing ones are not repeated.
 """
 

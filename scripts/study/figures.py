@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,9 +24,9 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from model.common import plot_style
 from model.common.plot_style import INK, MUTED, PAGE, PLOT_STYLE, SERIES
 from scripts.study.results import (
+    ARM_REFITTED_ONCE,
     BETTER,
-    REFITTED_ONCE,
-    TODAY,
+    DEFAULT_ARM,
     WEAK,
     Result,
     Seeds,
@@ -35,8 +35,8 @@ from scripts.study.results import (
     distilled_mean,
     forward_passes,
     gaps,
-    read,
-    shares,
+    read_results,
+    shares_of_mean_gap,
     united,
 )
 
@@ -60,7 +60,7 @@ SOURCES = {
     TOKENS: ("smollm2_tokens.jsonl",),
 }
 """What each figure is drawn from."""
-STYLE = PLOT_STYLE | {
+FIGURE_STYLE = PLOT_STYLE | {
     "axes.labelcolor": INK, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "legend.handlelength": 3.5,
 }  # fmt: skip
 """These figures are read in print too: dark labels, and legends that show the dashes of lines."""
@@ -77,28 +77,63 @@ MERGES = {
     "fit": ("fit-spread",), "default, unrefined": (UNREFINED,), "default": (DEFAULT,),
 }  # fmt: skip
 """Name of a merge → its arms, of which the best on average is drawn: calibrated on a text, or by the weights alone."""
-PLACES = (
-    ("merges", 2, "8 → 2, 1 token per parameter", PURPLE, PAGE, "h"),
-    ("longer", 2, "8 → 2, 7 tokens per parameter", PURPLE, LIGHT_PURPLE, "h"),
-    ("twenty", 2, "8 → 2, 20 tokens per parameter", PURPLE, PURPLE, "h"),
-    ("merges", 1, "8 → 1, 1 token per parameter", BROWN, PAGE, ">"),
-    ("longer", 1, "8 → 1, 7 tokens per parameter", BROWN, LIGHT_BROWN, ">"),
-    ("twenty", 1, "8 → 1, 20 tokens per parameter", BROWN, BROWN, ">"),
-    ("smollm2", 1, "SmolLM2 3 → 1", INK, INK, "*"),
+
+
+class Style(NamedTuple):
+    """How a curve, or a row of points, is drawn."""
+
+    colour: str
+    marker: str
+    line: Any = "-"
+    """Dashes, as matplotlib's `linestyle`."""
+    inside: str = ""
+    """Colour of the inside of markers; empty: that of the curve."""
+
+
+class MergePoints(NamedTuple):
+    """The points of one plan and number of K/V heads in the figure of merges."""
+
+    plan: str
+    groups: int
+    label: str
+    style: Style
+
+
+class Curve(NamedTuple):
+    """An arm, uptrained with a loss."""
+
+    arm: str
+    loss: str
+    label: str
+    style: Style
+
+    def of(self, lines: list[Result]) -> list[Result]:
+        """Return the lines of this arm and loss."""
+        return [line for line in lines if (line["arm"], line["loss"]) == (self.arm, self.loss)]
+
+
+MERGE_POINTS = (
+    MergePoints("merges", 2, "8 → 2, 1 token per parameter", Style(PURPLE, "h", inside=PAGE)),
+    MergePoints("longer", 2, "8 → 2, 7 tokens per parameter", Style(PURPLE, "h", inside=LIGHT_PURPLE)),
+    MergePoints("twenty", 2, "8 → 2, 20 tokens per parameter", Style(PURPLE, "h")),
+    MergePoints("merges", 1, "8 → 1, 1 token per parameter", Style(BROWN, ">", inside=PAGE)),
+    MergePoints("longer", 1, "8 → 1, 7 tokens per parameter", Style(BROWN, ">", inside=LIGHT_BROWN)),
+    MergePoints("twenty", 1, "8 → 1, 20 tokens per parameter", Style(BROWN, ">")),
+    MergePoints("smollm2", 1, "SmolLM2 3 → 1", Style(INK, "*")),
 )
-TODAYS_PLANS = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
+PLANS_WITH_DEFAULT = {"merges": "refine", "longer": "refine_longer", "smollm2": "behaviour"}
 """The plans that have the default merge. All other merges were calibrated on less text, of one kind."""
 UNREFINED_ARMS = {"behaviour": "not refined"}
 """Plan → its name of the unrefined default, where it is not `unrefined`."""
-CURVES = (
-    ("mean", "next-token", "mean, next token: the paper's recipe", ORANGE, "s", "-"),
-    ("mean", "distill", "mean, distilled from the parent", PINK, "v", "--"),
-    ("fit-refit", "distill", "former default, distilled", BLUE, "o", ":"),
-    ("parent", "next-token", "the control: the parent, trained further", MUTED, "d", "-."),
+RECIPE = Curve("mean", "next-token", "mean, next token: the paper's recipe", Style(ORANGE, "s"))
+DISTILLED_MEAN = Curve("mean", "distill", "mean, distilled from the parent", Style(PINK, "v", "--"))
+FORMER_DEFAULT = Curve("fit-refit", "distill", "former default, distilled", Style(BLUE, "o", ":"))
+CONTROL = Curve("parent", "next-token", "the control: the parent, trained further", Style(MUTED, "d", "-."))
+DISTILLED_DEFAULT = Curve(
+    ARM_REFITTED_ONCE["refine_longer"], "distill", "default, distilled: attention", Style(GREEN, "^", ":")
 )
-TODAYS_CURVE = (REFITTED_ONCE["refine_longer"], "distill", "default, distilled: attention", GREEN, "^", ":")
 DEFAULT_BY_TOKENS = ("unrefined", "refined 65536", "refined 262144")
-DISTILLED_DEFAULT = (DEFAULT, "refined 65536")
+DEFAULT_ARMS = (DEFAULT, "refined 65536")
 """Names of the default merge in the plans that distil it."""
 MERGE_SHARES = (1, 2, 5, 10, 20, 50, 100, 200)
 """Ticks: share of mean's gap, in %."""
@@ -111,15 +146,13 @@ TOP = 0.55
 BEYOND = "loss above the parent's (nats)"
 SCRATCH = "trained with 2 K/V heads from the start"
 DPI = 200
-TRAINED = (
-    ("all", ORANGE, "s", "-"),
-    ("attention", BLUE, "o", "--"),
-    ("kv", GREEN, "^", "-."),
-    ("lora", PINK, "v", ":"),
-)
+TRAINED_PARTS = {
+    "all": Style(ORANGE, "s"), "attention": Style(BLUE, "o", "--"), "kv": Style(GREEN, "^", "-."),
+    "lora": Style(PINK, "v", ":"),
+}  # fmt: skip
 PART_NAMES = {"all": "all parameters", "attention": "attention", "kv": "keys and values", "lora": "adapters"}
 TRAINED_FROM = {DEFAULT: "from the default", "mean": "from the mean"}
-SCHEDULES = (("wsd", BLUE, "o", "-"), ("cosine", ORANGE, "s", "--"), ("constant", GREEN, "^", ":"))
+SCHEDULES = {"wsd": Style(BLUE, "o"), "cosine": Style(ORANGE, "s", "--"), "constant": Style(GREEN, "^", ":")}
 TOKENS_TRIED = (20, 50, 100, 200, 500, 1000)
 """Ticks: thousands of tokens."""
 NAMES = {8: "MHA", 4: "GQA-4", 2: "GQA-2", 1: "MQA"}
@@ -133,7 +166,7 @@ def draw(results: Path) -> None:
         HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
         TOKENS: tokens,
     }  # fmt: skip
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(FIGURE_STYLE):
         for name, figure_of in drawn.items():
             figure_of(results).savefig(
                 results / name, dpi=DPI, metadata={"Software": None, "Source": digest(results, name)}
@@ -141,7 +174,7 @@ def draw(results: Path) -> None:
 
 
 def digest(results: Path, figure: str) -> str:
-    """Return what tells whether a figure is of these results, drawn so."""
+    """Return a hash of a figure's results and of the code that draws it."""
     sources = [Path(__file__), Path(plot_style.__file__), *(results / source for source in SOURCES[figure])]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -149,12 +182,12 @@ def digest(results: Path, figure: str) -> str:
 def headline(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 7.2), layout="constrained")
     (above,), (below,) = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.05))
-    names = {*(place[0] for place in PLACES), *TODAYS_PLANS.values()}
-    plans = {name: read(results / f"{name}.jsonl") for name in names}
+    names = {*(points.plan for points in MERGE_POINTS), *PLANS_WITH_DEFAULT.values()}
+    plans = {name: read_results(results / f"{name}.jsonl") for name in names}
     draw_merges(above.subplots(), plans)
     left, right = below.subplots(1, 2, sharey=True)
-    earlier = [line for line in united(results, BETTER) if line["arm"] != "fit-refit"]  # a former default
-    lines = [*earlier, *distilled_mean(results), *read(results / "refine_longer.jsonl")]
+    earlier = [line for line in united(results, BETTER) if line["arm"] != FORMER_DEFAULT.arm]
+    lines = [*earlier, *distilled_mean(results), *read_results(results / "refine_longer.jsonl")]
     draw_both(below, left, right, lines)
     return figure
 
@@ -168,7 +201,7 @@ def weak(results: Path) -> Figure:
 
 def weak_lines(results: Path) -> list[Result]:
     """Return the uptraining of the weak parents, with the mean distilled at other rates, or attention alone."""
-    parts = [line for line in read(results / "parts.jsonl") if line["arm"] == "mean" and line["alpha"]]
+    parts = [line for line in read_results(results / "parts.jsonl") if line["arm"] == "mean" and line["alpha"]]
     return [*united(results, WEAK), *parts]
 
 
@@ -177,7 +210,7 @@ def of_one_part(lines: list[Result]) -> list[Result]:
 
     All parameters were tried at one, lower rate, which is worse where both were tried.
     """
-    mean = [line for line in lines if (line["arm"], line["loss"]) == ("mean", "distill")]
+    mean = DISTILLED_MEAN.of(lines)
     if "attention" not in {line["trainable"] for line in mean}:
         return lines
     return [line for line in lines if line not in mean or line["trainable"] == "attention"]
@@ -185,7 +218,7 @@ def of_one_part(lines: list[Result]) -> list[Result]:
 
 def is_at_a_bad_rate(line: Result) -> bool:
     """Return whether a line is of the control where only a rate was tried that is too high for it."""
-    return (line["arm"], line["alpha"]) == ("parent", 0.01)
+    return (line["arm"], line["alpha"]) == (CONTROL.arm, 0.01)
 
 
 def draw_both(figure: FigureBase, left: Axes, right: Axes, lines: list[Result]) -> None:
@@ -210,13 +243,13 @@ def speed(results: Path) -> Figure:
     lines = united(results, BETTER)
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
-    for arm, loss, label, colour, marker, style in CURVES[:3]:
-        found = {heads: gaps(at(lines, arm, (0.05, loss), heads)) for heads in (4, 2, 1)}
-        points = {heads: seeds for heads, seeds in found.items() if seeds}
-        draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, label, colour, marker, style)
+    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT):
+        by_heads = {heads: gaps(at(lines, curve.arm, (0.05, curve.loss), heads)) for heads in (4, 2, 1)}
+        points = {heads: seeds for heads, seeds in by_heads.items() if seeds}
+        draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, curve.label, curve.style)
         for heads, seeds in points.items():
-            place = LEFT_OF if heads == 1 else NEXT_TO  # no curve goes on to the left of MQA
-            axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **place)
+            beside = LEFT_OF if heads == 1 else NEXT_TO  # no curve goes on to the left of MQA
+            axes.annotate(NAMES[heads], (times[heads], statistics.mean(seeds.values())), **beside)
     axes.plot([times[8]], [0], "d", color=MUTED, label="the parent")
     axes.annotate(NAMES[8], (times[8], 0), **NEXT_TO)
     axes.set_title("Loss after uptraining for α = 0.05, and time to decode")
@@ -228,15 +261,14 @@ def speed(results: Path) -> Figure:
 
 
 def rates(results: Path) -> Figure:
-    """Draw what each peak of the learning rate comes to, with each schedule, for the default and for the mean."""
-    lines = read(results / "rates.jsonl")
+    """Draw the final loss for each peak rate and schedule, of the former default and of the mean."""
+    lines = read_results(results / "rates.jsonl")
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
-    for axes, (arm, loss, label, *_) in zip(figure.subplots(1, 2), (CURVES[2], CURVES[0]), strict=True):
-        for schedule, colour, marker, style in SCHEDULES:
-            own = [line for line in lines if (line["arm"], line["loss"], line["schedule"]) == (arm, loss, schedule)]
-            points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
-            draw_points(axes, points, schedule, colour, marker, style)
-        axes.set_title(label)
+    for axes, curve in zip(figure.subplots(1, 2), (FORMER_DEFAULT, RECIPE), strict=True):
+        for schedule, style in SCHEDULES.items():
+            own = [line for line in curve.of(lines) if line["schedule"] == schedule]
+            draw_points(axes, gaps_by_rate(own), schedule, style)
+        axes.set_title(curve.label)
         label_rates(axes, RATES_TRIED)
         axes.legend(*legend_of(axes))
     return figure
@@ -244,9 +276,9 @@ def rates(results: Path) -> Figure:
 
 def compute(results: Path) -> Figure:
     """Draw the loss of each way from the parent to fewer heads against its compute: a row of panels for each kind."""
-    better = [*united(results, BETTER), *distilled_mean(results), *read(results / "refine_longer.jsonl")]
-    weak = [*weak_lines(results), *read(results / "refine.jsonl")]
-    weak += [line for line in read(results / "parts.jsonl") if line["arm"] == DEFAULT and line["alpha"]]
+    better = [*united(results, BETTER), *distilled_mean(results), *read_results(results / "refine_longer.jsonl")]
+    weak = [*weak_lines(results), *read_results(results / "refine.jsonl")]
+    weak += [line for line in read_results(results / "parts.jsonl") if line["arm"] == DEFAULT and line["alpha"]]
     kinds = [("weak", weak), ("better-trained", better)]
     figure = Figure(figsize=(8.2, 6.6), layout="constrained")
     rows = figure.subplots(2, 2, sharex=True, sharey="row")
@@ -264,25 +296,22 @@ def compute(results: Path) -> Figure:
 def draw_compute(axes: Axes, lines: list[Result]) -> None:
     """Draw the gap to the parent against compute, for each way of converting and uptraining."""
     lines = of_one_part(lines)
-    papers = forward_passes(at(lines, "mean", (0.05, "next-token"))[0])
-    ways: list[tuple[str, list[Result], str, str, Any]] = [
-        (label, [line for line in lines if (line["arm"], line["loss"]) == (arm, loss)], colour, marker, style)
-        for arm, loss, label, colour, marker, style in CURVES[:2]
-    ]
+    of_recipe = forward_passes(at(lines, RECIPE.arm, (0.05, RECIPE.loss))[0])
+    ways = [(curve.label, curve.of(lines), curve.style) for curve in (RECIPE, DISTILLED_MEAN)]
     default = [line for line in lines if line["arm"] in DEFAULT_BY_TOKENS and not line["alpha"]]
-    ways.append(("default, refined on 0, 65,536 and 262,144 tokens", default, SKY, "P", "-."))
-    distilled = [line for line in lines if line["arm"] in DISTILLED_DEFAULT and line["loss"] == "distill"]
-    for part, colour, marker, style in (("all", YELLOW, "X", LONG_DASHES), ("attention", *TODAYS_CURVE[3:])):
+    ways.append(("default, refined on 0, 65,536 and 262,144 tokens", default, Style(SKY, "P", "-.")))
+    distilled = [line for line in lines if line["arm"] in DEFAULT_ARMS and line["loss"] == "distill"]
+    for part, style in (("all", Style(YELLOW, "X", LONG_DASHES)), ("attention", DISTILLED_DEFAULT.style)):
         own = [line for line in distilled if line["trainable"] == part]
-        ways.append((f"default, distilled: {PART_NAMES[part]}", own, colour, marker, style))
-    for label, of_way, colour, marker, style in ways:
+        ways.append((f"default, distilled: {PART_NAMES[part]}", own, style))
+    for label, of_way, style in ways:
         points = {}
         # Batches give a few tokens more or less, because steps are whole; they share a point.
-        for share in sorted({round(forward_passes(line) / papers, 2) for line in of_way}):
-            best = at_best_setting([line for line in of_way if round(forward_passes(line) / papers, 2) == share])
-            points[forward_passes(best[0]) / papers] = gaps(best)
+        for share in sorted({round(forward_passes(line) / of_recipe, 2) for line in of_way}):
+            best = at_best_setting([line for line in of_way if round(forward_passes(line) / of_recipe, 2) == share])
+            points[forward_passes(best[0]) / of_recipe] = gaps(best)
         if points:
-            draw_points(axes, points, label, colour, marker, style)
+            draw_points(axes, points, label, style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(SHARES, [f"{share:g}" for share in SHARES])
@@ -292,16 +321,16 @@ def draw_compute(axes: Axes, lines: list[Result]) -> None:
 
 
 def parts(results: Path) -> Figure:
-    """Draw what each peak of the learning rate comes to on the first parent, by the part that is trained."""
-    lines = [line for line in read(results / "parts.jsonl") if line["seed"] == 0]
+    """Draw the final loss for each peak rate on the first parent, by the part that is trained."""
+    lines = [line for line in read_results(results / "parts.jsonl") if line["seed"] == 0]
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     for axes, (arm, title) in zip(figure.subplots(1, 2), TRAINED_FROM.items(), strict=True):
         of_arm = [line for line in lines if line["arm"] == arm]
-        for part, colour, marker, style in TRAINED:
-            for alpha, inside in ((0.0025, PAGE), (0.01, colour)):
+        for part, style in TRAINED_PARTS.items():
+            for alpha, inside in ((0.0025, PAGE), (0.01, style.colour)):
                 own = [line for line in of_arm if (line["trainable"], line["alpha"]) == (part, alpha)]
-                points = {lr: gaps([line for line in own if line["lr"] == lr]) for lr in sorted({x["lr"] for x in own})}
-                draw_points(axes, points, f"{PART_NAMES[part]}, α {alpha:g}", colour, marker, style, inside)
+                label = f"{PART_NAMES[part]}, α {alpha:g}"
+                draw_points(axes, gaps_by_rate(own), label, style._replace(inside=inside))
         start = statistics.mean(gaps([line for line in of_arm if not line["alpha"]]).values())
         if arm == DEFAULT:
             axes.axhline(start, color=INK, linewidth=1, label="after conversion")
@@ -313,16 +342,16 @@ def parts(results: Path) -> Figure:
 
 def tokens(results: Path) -> Figure:
     """Draw the loss of SmolLM2 against tokens of distillation, each part at the best of its rates."""
-    lines = [line for line in read(results / "smollm2_tokens.jsonl") if line["arm"] == DEFAULT]
+    lines = [line for line in read_results(results / "smollm2_tokens.jsonl") if line["arm"] == DEFAULT]
     (start,) = gaps([line for line in lines if not line["alpha"]]).values()
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")
     axes = figure.subplots()
     axes.axhline(start, color=INK, linewidth=1, label="after conversion")
-    for part, colour, marker, style in TRAINED:
+    for part, style in TRAINED_PARTS.items():
         own = [line for line in lines if line["trainable"] == part]
         lengths = sorted({line["tokens"] for line in own})
         points = {n / 1000: gaps(at_best_setting([x for x in own if x["tokens"] == n])) for n in lengths}
-        draw_points(axes, points, PART_NAMES[part], colour, marker, style)
+        draw_points(axes, points, PART_NAMES[part], style)
     axes.set_xlabel("tokens of distillation (thousands)")
     axes.set_ylabel(BEYOND)
     axes.set_xscale("log")
@@ -342,15 +371,20 @@ def label_rates(axes: Axes, ticks: Sequence[float]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def draw_points(
-    axes: Axes, points: dict[float, Seeds], label: str, colour: str, marker: str, style: Any, inside: str = ""
-) -> None:
-    """Draw means over seeds, with their spread if there are several; `inside` fills the markers."""
+def gaps_by_rate(lines: list[Result]) -> dict[float, Seeds]:
+    """Return the gaps to the parent by the peak of the learning rate."""
+    rates = sorted({line["lr"] for line in lines})
+    return {rate: gaps([line for line in lines if line["lr"] == rate]) for rate in rates}
+
+
+def draw_points(axes: Axes, points: dict[float, Seeds], label: str, style: Style) -> None:
+    """Draw means over seeds, with their spread if there are several."""
     values = [list(seeds.values()) for seeds in points.values()]
     spread = [statistics.stdev(v) if len(v) > 1 else math.nan for v in values]
     axes.errorbar(
-        list(points), [statistics.mean(v) for v in values], spread, marker=marker, linestyle=style, color=colour,
-        markerfacecolor=inside or colour, label=label, markersize=5, capsize=2, elinewidth=1,
+        list(points), [statistics.mean(v) for v in values], spread, marker=style.marker, linestyle=style.line,
+        color=style.colour, markerfacecolor=style.inside or style.colour, label=label, markersize=5, capsize=2,
+        elinewidth=1,
     )  # fmt: skip
 
 
@@ -360,18 +394,19 @@ def milliseconds(row: dict[str, Any]) -> float:
 
 def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     axes.set_title("Right after conversion: added loss, in % of the loss that the mean adds")
-    for place, (plan, groups, label, colour, inside, marker) in enumerate(PLACES):
+    for number, (plan, groups, label, style) in enumerate(MERGE_POINTS):
+        offset = (number - len(MERGE_POINTS) // 2) * 0.1  # so that the points of a row do not hide each other
         for row, arms in enumerate(MERGES.values()):
-            variants = [figures for arm in arms if (figures := shares_left(results, plan, arm, groups))]
+            variants = [figures for arm in arms if (figures := shares_of_seeds(results, plan, arm, groups))]
             if variants:
                 figures = min(variants, key=statistics.mean)
                 # Of two parents, both are drawn.
                 drawn = figures if len(figures) == 2 else [statistics.mean(figures)]
                 error = statistics.stdev(figures) * 100 if len(figures) > 2 else math.nan
                 axes.errorbar(
-                    [100 * share for share in drawn], [row + (place - 3) * 0.1] * len(drawn), xerr=error, fmt=marker,
-                    color=colour, markerfacecolor=inside, markersize=6, capsize=2, elinewidth=1, linestyle="none",
-                    label=label if arms == ("mean",) else None,
+                    [100 * share for share in drawn], [row + offset] * len(drawn), xerr=error, fmt=style.marker,
+                    color=style.colour, markerfacecolor=style.inside or style.colour, markersize=6, capsize=2,
+                    elinewidth=1, linestyle="none", label=label if arms == ("mean",) else None,
                 )  # fmt: skip
     axes.set_yticks(range(len(MERGES)), MERGES)
     axes.set_ylim(-0.5, len(MERGES) - 0.5)
@@ -388,25 +423,26 @@ def draw_merges(axes: Axes, results: dict[str, list[Result]]) -> None:
     )  # fmt: skip
 
 
-def shares_left(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
+def shares_of_seeds(results: dict[str, list[Result]], plan: str, arm: str, groups: int) -> list[float]:
     """Return an arm's shares of mean's gap right after conversion, for each seed."""
-    outside = plan if plan == "smollm2" else None
+    external = plan if plan == "smollm2" else None
     if arm in (DEFAULT, UNREFINED):
-        plan = TODAYS_PLANS.get(plan, plan)
-        arm = (TODAY if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
-    lines = [line for line in results[plan] if line["groups"] == groups and outside in (None, line["parent"])]
-    return list(shares([line for line in lines if line["arm"] == arm and not line["alpha"]], lines).values())
+        plan = PLANS_WITH_DEFAULT.get(plan, plan)
+        arm = (DEFAULT_ARM if arm == DEFAULT else UNREFINED_ARMS).get(plan, arm)
+    lines = [line for line in results[plan] if line["groups"] == groups and external in (None, line["parent"])]
+    own = [line for line in lines if line["arm"] == arm and not line["alpha"]]
+    return list(shares_of_mean_gap(own, lines).values())
 
 
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
-    """Draw what each way of uptraining comes to, at the best of the settings tried for it."""
+    """Draw the loss after each way of uptraining, at the best of the settings tried for it."""
     axes.set_title(f"8 → {groups}: loss during uptraining")
     own = of_one_part([line for line in lines if line["groups"] in (groups, 8)])
-    for arm, loss, label, colour, marker, style in (*CURVES, TODAYS_CURVE):
-        if points := curve([line for line in own if line["arm"] == arm], loss):
+    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT, CONTROL, DISTILLED_DEFAULT):
+        if points := gaps_by_alpha([line for line in own if line["arm"] == curve.arm], curve.loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items()}
-            draw_points(axes, percent, label, colour, marker, style)
-    scratch = [line for line in lines if line["from_nothing"] and line["groups"] == groups]
+            draw_points(axes, percent, curve.label, curve.style)
+    scratch = [line for line in lines if line["from_scratch"] and line["groups"] == groups]
     if scratch:
         axes.axhline(statistics.mean(gaps(scratch).values()), color=INK, linewidth=1, label=SCRATCH)
     start = statistics.mean(gaps(at(lines, "mean", (0, None), groups)).values())
@@ -420,8 +456,8 @@ def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def curve(lines: list[Result], loss: str) -> dict[float, Seeds]:
-    """Return the gaps to the parent by share of uptraining, from none on."""
+def gaps_by_alpha(lines: list[Result], loss: str) -> dict[float, Seeds]:
+    """Return the gaps to the parent by the length of uptraining, from none on."""
     alphas = sorted({line["alpha"] for line in lines if line["loss"] in (None, loss)})
     own = {alpha: [x for x in lines if x["alpha"] == alpha and x["loss"] in (None, loss)] for alpha in alphas}
-    return {alpha: gaps(at_best_setting(found)) for alpha, found in own.items()}
+    return {alpha: gaps(at_best_setting(lines)) for alpha, lines in own.items()}

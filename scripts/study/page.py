@@ -3,7 +3,7 @@
     python -m scripts.study.page    adds .study/PLAN/results.jsonl to docs/study/PLAN.jsonl, updates tables and figures
 
 Pages are written by hand, except between `<!-- NAME -->` and `<!-- end -->`. NAME is a plan's name, or one in
-`places.PLACES`.
+`placeholders.PLACEHOLDERS`.
 """
 
 import re
@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 
 from scripts.study.figures import draw
-from scripts.study.places import DISTILLED, PARENTS, PLACES
+from scripts.study.placeholders import DISTILLED, PARENTS, PLACEHOLDERS
 from scripts.study.plan import PLANS, PlanError
 from scripts.study.record import add_distilled, add_lines, record_parents
-from scripts.study.results import read
+from scripts.study.results import read_results
 from scripts.study.table import tables
 
 RESULTS = Path("docs/study")
@@ -24,7 +24,7 @@ PAGES = (
     Path("docs/study.md"),
     *(RESULTS / f"{name}.md" for name in ("latent", "more", "small_models", "smollm2_qwen2", "tables")),
 )
-PLACE = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+PLACEHOLDER = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 @click.command(help=__doc__)
@@ -47,12 +47,16 @@ def renewed(page: str, results: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[1]
-        text = PLACES[name](results) if name in PLACES else "\n\n".join(tables(read(results / f"{name}.jsonl")))
+        text = (
+            PLACEHOLDERS[name](results)
+            if name in PLACEHOLDERS
+            else "\n\n".join(tables(read_results(results / f"{name}.jsonl")))
+        )
         if not text:
-            raise PlanError(f"the place {name} of a page names no table, or one without results.")
+            raise PlanError(f"the placeholder {name} of a page names no table, or one without results.")
         return f"{name}{match[2]}{text}\n"
 
-    return PLACE.sub(fill, page)
+    return PLACEHOLDER.sub(fill, page)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, product
 
+from model.common.counts import counted
 from scripts.study.cells import (
-    PAPERS,
+    PAPER_RECIPE,
     START,
     by_loss,
-    kv_heads,
     markdown,
     merged_heads,
     model_name,
@@ -23,6 +23,7 @@ from scripts.study.results import (
     FORWARDS,
     Result,
     StageKey,
+    arm_shares_by_text_kind,
     at,
     at_best_setting,
     calibration_tokens,
@@ -31,8 +32,7 @@ from scripts.study.results import (
     is_parent,
     losses,
     of_seeds,
-    shares,
-    shares_by_text_kind,
+    shares_of_mean_gap,
     stage_of,
     unique,
 )
@@ -52,7 +52,7 @@ def by_heads(lines: list[Result]) -> str:
         cells = []
         for groups in heads:
             own = at(lines, arm, stage, groups)
-            left = shares(own, [line for line in lines if line["groups"] == groups])
+            left = shares_of_mean_gap(own, [line for line in lines if line["groups"] == groups])
             cells.append(f"{show(losses(own), '{:.3f}')}, {show(left, '{:z.1%}')}" if own else "–")
         rows.append([model_name(arm, stage), *cells])
     return markdown(["arm", *(f"{before} → {groups} heads" for groups in heads)], rows)
@@ -64,12 +64,12 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
     Compute is a share of the recipe's. A cell has the KL divergence from the parent, and the agreement with it.
     """
     heads, before = merged_heads(lines), parents_heads(lines)
-    papers = forward_passes(at(lines, *PAPERS)[0])
+    of_recipe = forward_passes(at(lines, *PAPER_RECIPE)[0])
     rows = []
     for arm, stage in names:
         by_groups = [at(lines, arm, stage, groups) for groups in heads]
         cells = (f"{show(of_seeds(x, 'kl'), '{:.3f}')}; {show(of_seeds(x, 'agreement'), '{:.1%}')}" for x in by_groups)
-        compute = f"{forward_passes(by_groups[0][0]) / papers:.1%}"
+        compute = f"{forward_passes(by_groups[0][0]) / of_recipe:.1%}"
         rows.append([model_name(arm, stage), compute, *cells])
     return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
@@ -87,7 +87,7 @@ def gaps_by_rate(lines: list[Result]) -> str:
         rows.append(
             [f"{arm}; {name_of(stage)}", f"{lr:g}", *(show(gaps(x), "{:.3f}") if x else "–" for x in by_groups)]
         )
-    return markdown(["arm", "peak rate", *map(kv_heads, heads)], rows)
+    return markdown(["arm", "peak rate", *(counted(n, "K/V head") for n in heads)], rows)
 
 
 def _by_arm(key: tuple[str, StageKey, float]) -> tuple[object, ...]:
@@ -113,7 +113,7 @@ def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trai
             ]
             cells.append("; ".join(show(span, "{:+.3f}") for span in spans))
         rows.append([model_name(arm, stage), *cells])
-    return markdown(["arm", *map(kv_heads, heads)], rows)
+    return markdown(["arm", *(counted(n, "K/V head") for n in heads)], rows)
 
 
 def _gaps_by_position(line: Result) -> list[float]:
@@ -330,8 +330,12 @@ def by_parent(lines: list[Result]) -> str:
             cells = []
             for stage, arm in product((START, uptraining), ("mean", "default")):
                 merged = at(own, arm, stage)
-                left = f" ({show(shares(merged, own), '{:.1%}')})" if (arm, stage) != ("mean", START) and merged else ""
-                cells.append(show(losses(merged)) + left if merged else "–")
+                if not merged:
+                    cells.append("–")
+                elif (arm, stage) == ("mean", START):
+                    cells.append(show(losses(merged)))
+                else:
+                    cells.append(f"{show(losses(merged))} ({show(shares_of_mean_gap(merged, own), '{:.1%}')})")
             rows.append([parent, f"{before} → {groups}", show(of_seeds(own, "parent_loss")), *cells])
     return markdown(["family", "K/V heads", "parent", *headings], rows)
 
@@ -347,7 +351,7 @@ def text_kinds_by_parent(lines: list[Result]) -> str:
     for parent in unique(line["parent"] for line in lines):
         own = [line for line in lines if line["parent"] == parent]
         by_groups = ([line for line in own if is_parent(line) or line["groups"] == groups] for groups in heads)
-        shares_of[parent] = [shares_by_text_kind("default", merged) for merged in by_groups]
+        shares_of[parent] = [arm_shares_by_text_kind("default", merged) for merged in by_groups]
     of_parents = [line["text_kinds"] for line in lines if is_parent(line)]
     kinds = [kind for kind in of_parents[0] if max(by_kind[kind] for by_kind in of_parents) < KNOWN]
     rows = [[kind, *(_shares(left[kind] for left in each) for each in shares_of.values())] for kind in kinds]
@@ -368,17 +372,17 @@ def savings(lines: list[Result], best: str) -> str:
     The recipe has one row per batch size, at the best learning rate for it. The distilled mean and the best merge
     follow.
     """
-    arm, stage = PAPERS
-    recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPERS]
+    arm, stage = PAPER_RECIPE
+    recipe = [line for line in lines if (line["arm"], stage_of(line)) == PAPER_RECIPE]
     heads = sorted({line["groups"] for line in recipe}, reverse=True)
     # Other batch sizes give a few tokens more or less, because steps are whole.
-    papers_tokens = max(recipe, key=lambda line: int(line["global_batch_tokens"]))["tokens"]
+    recipe_tokens = max(recipe, key=lambda line: int(line["global_batch_tokens"]))["tokens"]
     n_parents = len(losses(recipe))
     rows = []
     for batch in sorted({line["global_batch_tokens"] for line in recipe}, reverse=True):
         with_batch = [line for line in recipe if line["global_batch_tokens"] == batch]
         rows.append([f"{arm}, {name_of(stage)}, {batch:,} a step (the paper's)", "100%", "100%", "100%",
-                     *(counted(uptrained, [line for line in with_batch if line["groups"] == n], n_parents)
+                     *(with_coverage(uptrained, [line for line in with_batch if line["groups"] == n], n_parents)
                        for n in heads)])  # fmt: skip
     distilled = [
         line for line in lines if (line["arm"], line["loss"]) in ((arm, "distill"), (best, "distill"), (best, None))
@@ -389,18 +393,19 @@ def savings(lines: list[Result], best: str) -> str:
         first = next(line for own in own_by_heads for line in own)
         calibration = calibration_tokens(first)
         compute = forward_passes(first)
-        shares_of_papers = [tokens / papers_tokens, (tokens + calibration) / papers_tokens]
-        shares_of_papers += [compute / (papers_tokens * FORWARDS["next-token"])]
+        shares_of_recipe = [tokens / recipe_tokens, (tokens + calibration) / recipe_tokens]
+        shares_of_recipe += [compute / (recipe_tokens * FORWARDS["next-token"])]
         batch = first["global_batch_tokens"]
         part = "" if first["trainable"] in (None, "all") else f"{first['trainable']}, "
         label = f"{name}, {f'{name_of(own_stage)}, {part}{batch:,} a step' if batch else 'no training'}"
-        rows.append([label, *(f"{share:.1%}" for share in shares_of_papers),
-                     *(counted(lambda own: show(losses(own)), own, n_parents) for own in own_by_heads)])  # fmt: skip
-    headings = ["", "tokens trained on", "with calibration", "compute", *map(kv_heads, heads)]
+        shown = [with_coverage(lambda own: show(losses(own)), own, n_parents) for own in own_by_heads]
+        rows.append([label, *(f"{share:.1%}" for share in shares_of_recipe), *shown])
+    columns = [counted(groups, "K/V head") for groups in heads]
+    headings = ["", "tokens trained on", "with calibration", "compute", *columns]
     return markdown(headings, rows)
 
 
-def counted(cell: Callable[[list[Result]], str], lines: list[Result], n_parents: int) -> str:
+def with_coverage(cell: Callable[[list[Result]], str], lines: list[Result], n_parents: int) -> str:
     """Return a cell of the table, with a remark if it does not cover all parents."""
     n = len(losses(at_best_setting(lines))) if lines else n_parents
     return cell(lines) + (f" ({n} of {n_parents} parents)" if n < n_parents else "")

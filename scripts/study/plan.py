@@ -80,7 +80,7 @@ class Arm:
     convert: tuple[str, ...] | None = None
     """Arguments of `convert mha-to-gqa`, or of `mha-to-mla` with `latent`. Without them, the arm is the control: the
     parent itself, trained further."""
-    from_nothing: bool = False
+    from_scratch: bool = False
     """Whether the arm is not a merge, but a model trained from scratch like the parent, with fewer K/V heads."""
     groups: tuple[int, ...] = ()
     latent: tuple[tuple[int, int], ...] = ()
@@ -94,7 +94,7 @@ class Arm:
 
     @property
     def is_parent(self) -> bool:
-        return self.convert is None and not self.from_nothing
+        return self.convert is None and not self.from_scratch
 
     @property
     def text_kind(self) -> str | None:
@@ -140,7 +140,7 @@ class Plan:
     arms: tuple[Arm, ...]
     windows: int | None = None
     """Number of held-out windows for evaluation. Default: all."""
-    outside: tuple[ExternalParent, ...] = ()
+    external: tuple[ExternalParent, ...] = ()
     eval_every_steps: int | None = None
     """Evaluate every so many steps of uptraining too, and record the measures as `curve`."""
     behaviour: bool = False
@@ -161,7 +161,7 @@ class Plan:
     @property
     def needs_text_kinds(self) -> bool:
         measured = self.text_kind_windows > 0 or any(arm.text_kind for arm in self.arms)
-        return measured or any(outside.text_kinds for outside in self.outside)
+        return measured or any(external.text_kinds for external in self.external)
 
 
 def find_plan(name: str) -> Path:
@@ -186,7 +186,7 @@ def read_plan(path: Path) -> Plan:
             table["parent"] = table["parent"] | {"seeds": table.pop("seeds")}
     every = {key: table.pop(key) for key in ("groups", "uptrain") if key in table}
     table["arms"] = [_stages(every | arm) for arm in table.get("arms", [])]
-    table["outside"] = [_stages(outside) for outside in table.get("outside", [])]
+    table["external"] = [_stages(external) for external in table.get("external", [])]
     try:
         plan = make(Plan, table | {"name": path.stem, "home": home})
     except InputError as error:
@@ -195,14 +195,14 @@ def read_plan(path: Path) -> Plan:
     names = [arm.name for arm in plan.arms]
     if twice := {name for name in names if names.count(name) > 1}:
         raise PlanError(f"{path}: two arms are called {min(twice)}.")
-    for outside in plan.outside:
-        caches = {sum(sizes) for sizes in outside.latent}
-        if outside.latent and not len(outside.groups) == len(outside.latent) == len(caches):
+    for external in plan.external:
+        caches = {sum(sizes) for sizes in external.latent}
+        if external.latent and not len(external.groups) == len(external.latent) == len(caches):
             raise PlanError(
-                f"{path}: {outside.name} must have a size in latent for each of groups, of another cache each."
+                f"{path}: {external.name} must have a size in latent for each of groups, of another cache each."
             )
-    if plan.parent.families and any(arm.from_nothing for arm in plan.arms):
-        raise PlanError(f"{path}: parents of several families cannot go with from_nothing; leave one of the two out.")
+    if plan.parent.families and any(arm.from_scratch for arm in plan.arms):
+        raise PlanError(f"{path}: parents of several families cannot go with from_scratch; leave one of the two out.")
     return plan
 
 
@@ -242,18 +242,18 @@ def _combinations(stage: Any) -> Iterator[Any]:
         yield {**stage, **dict(zip(lists, values, strict=True))} if lists else stage
 
 
-def arms_of(plan: Plan, outside: ExternalParent | None) -> tuple[Arm, ...]:
-    """Return the arms for the plan's own parent, or for an outside one."""
+def arms_of(plan: Plan, external: ExternalParent | None) -> tuple[Arm, ...]:
+    """Return the arms for the plan's own parent, or for an external one."""
     arms = plan.arms
-    if outside:
-        merges = (arm for arm in arms if not arm.from_nothing and (outside.latent or not arm.latent))
-        arms = tuple(_on(outside, arm) for arm in merges)
+    if external:
+        merges = (arm for arm in arms if not arm.from_scratch and (external.latent or not arm.latent))
+        arms = tuple(_on(external, arm) for arm in merges)
     return tuple(_control(arm) if arm.is_parent else arm for arm in arms)
 
 
-def _on(outside: ExternalParent, arm: Arm) -> Arm:
-    latent = outside.latent if arm.latent else ()
-    return replace(arm, groups=outside.groups, latent=latent, uptrain=outside.uptrain)
+def _on(external: ExternalParent, arm: Arm) -> Arm:
+    latent = external.latent if arm.latent else ()
+    return replace(arm, groups=external.groups, latent=latent, uptrain=external.uptrain)
 
 
 def _control(arm: Arm) -> Arm:

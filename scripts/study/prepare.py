@@ -10,7 +10,7 @@ The folder of a plan:
     parent-0-g2/ …             the same from scratch with 2 K/V heads
     parent-0-qwen3/ …          the same of a family
     text_kinds/                texts of many kinds, with chats in the parent's template
-    smollm2/                   model/, train/, valid/, text_kinds/ and plan.json of an outside parent
+    smollm2/                   model/, train/, valid/, text_kinds/ and plan.json of an external parent
     arms/                      the models that are currently converted and trained
     plan.json                  the values of the plan that all of this depends on
     results.jsonl lock
@@ -31,8 +31,8 @@ from scripts.installed import gguf_file
 from scripts.study import programs
 from scripts.study.plan import SHARED, ExternalParent, Plan, PlanError, Vocabulary
 
-OUTSIDE = ("model", "seq_len", "windows", "kv_heads", "text_kinds")
-"""Fields of an outside parent that its folder depends on."""
+EXTERNAL_KEYS = ("model", "seq_len", "windows", "kv_heads", "text_kinds")
+"""Fields of an external parent that its folder depends on."""
 CONTENTS = "text_kinds.json"
 """File of --text-kinds with its kinds and their sources."""
 
@@ -64,15 +64,15 @@ class Workspace:
     def results(self) -> Path:
         return self.work / self.plan.name / "results.jsonl"
 
-    def init(self, variant: str) -> Path:
+    def init_folder(self, variant: str) -> Path:
         return self.home / (f"init-{variant}" if variant else "init")
 
-    def run(self, seed: int, variant: str) -> Path:
+    def run_folder(self, seed: int, variant: str) -> Path:
         return self.home / (f"parent-{seed}-{variant}" if variant else f"parent-{seed}")
 
-    def parent(self, seed: int, variant: str = "") -> Path:
+    def parent_folder(self, seed: int, variant: str = "") -> Path:
         """Return the folder of the parent, or of a variant of it (`variants`)."""
-        run = self.run(seed, variant)
+        run = self.run_folder(seed, variant)
         return run.with_name(f"{run.name}-hf")
 
     @property
@@ -110,9 +110,9 @@ def check_home(workspace: Workspace) -> None:
         if not wanted["parent"][key]:
             del wanted["parent"][key]
     _check_record(workspace.home, wanted)
-    for outside in plan.outside:
-        values = json.loads(json.dumps(asdict(outside)))
-        _check_record(workspace.home / outside.name, {key: values[key] for key in OUTSIDE})
+    for external in plan.external:
+        values = json.loads(json.dumps(asdict(external)))
+        _check_record(workspace.home / external.name, {key: values[key] for key in EXTERNAL_KEYS})
 
 
 def _check_record(folder: Path, wanted: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def _check_text_kinds(workspace: Workspace) -> None:
         raise PlanError(
             f"{workspace.text_kinds} has no {CONTENTS}, which scripts/study/text_kinds.py writes at its end."
         )
-    for folder in (workspace.home, *(workspace.home / outside.name for outside in workspace.plan.outside)):
+    for folder in (workspace.home, *(workspace.home / external.name for external in workspace.plan.external)):
         rendered = folder / "text_kinds"
         if rendered.exists() and not same_content(rendered / CONTENTS, contents):
             raise PlanError(f"{rendered} was made from other texts; take another --work, or delete it.")
@@ -161,26 +161,26 @@ def shared_steps(workspace: Workspace) -> list[Step]:
             Step(home / "train", partial(cache, "train", None)),
             Step(home / "valid", partial(cache, "valid", plan.windows)),
             *(
-                Step(workspace.init(variant), partial(make_init_with, workspace, variant, changes))
+                Step(workspace.init_folder(variant), partial(make_init_with, workspace, variant, changes))
                 for variant, changes in variants(plan).items()
                 if variant
             ),
         ]
         if plan.needs_text_kinds:
             steps.append(text_kinds_step(workspace, home / "init", home))
-    return [*steps, *(step for outside in plan.outside for step in outside_steps(workspace, outside))]
+    return [*steps, *(step for external in plan.external for step in external_steps(workspace, external))]
 
 
-def outside_steps(workspace: Workspace, outside: ExternalParent) -> list[Step]:
-    folder = workspace.home / outside.name
+def external_steps(workspace: Workspace, external: ExternalParent) -> list[Step]:
+    folder = workspace.home / external.name
     model = folder / "model"
-    sources = partial(sources_of_kinds, outside, folder) if outside.text_kinds else partial(plan_sources, workspace)
-    cache = partial(make_caches, sources, model, folder, outside.seq_len)
-    steps = [Step(model, partial(fetch_model, outside, model))]
+    sources = partial(sources_of_kinds, external, folder) if external.text_kinds else partial(plan_sources, workspace)
+    cache = partial(make_caches, sources, model, folder, external.seq_len)
+    steps = [Step(model, partial(fetch_model, external, model))]
     if workspace.plan.needs_text_kinds:
         steps.append(text_kinds_step(workspace, model, folder))
-    steps.append(Step(folder / "valid", partial(cache, "valid", outside.windows)))
-    return [*steps, Step(folder / "train", partial(cache, "train", None))] if outside.uptrain else steps
+    steps.append(Step(folder / "valid", partial(cache, "valid", external.windows)))
+    return [*steps, Step(folder / "train", partial(cache, "train", None))] if external.uptrain else steps
 
 
 def text_kinds_step(workspace: Workspace, model: Path, folder: Path) -> Step:
@@ -190,7 +190,7 @@ def text_kinds_step(workspace: Workspace, model: Path, folder: Path) -> Step:
 def parent_steps(workspace: Workspace) -> list[Step]:
     """Return the trainings from scratch: the parents, then models with fewer K/V heads."""
     return [
-        Step(workspace.parent(seed, variant), partial(train_parent, workspace, seed, variant))
+        Step(workspace.parent_folder(seed, variant), partial(train_parent, workspace, seed, variant))
         for variant in variants(workspace.plan)
         for seed in workspace.plan.parent.seeds
     ]
@@ -201,7 +201,7 @@ def variants(plan: Plan) -> dict[str, dict[str, Any]]:
 
     They are the families; else the parent, called "", and models with fewer K/V heads, called g2 and so on.
     """
-    fewer = sorted({groups for arm in plan.arms if arm.from_nothing for groups in arm.groups}, reverse=True)
+    fewer = sorted({groups for arm in plan.arms if arm.from_scratch for groups in arm.groups}, reverse=True)
     return plan.parent.families or {"": {}, **{f"g{groups}": {"num_key_value_heads": groups} for groups in fewer}}
 
 
@@ -239,10 +239,10 @@ def make_init(workspace: Workspace) -> None:
 def make_init_with(workspace: Workspace, variant: str, changes: dict[str, Any]) -> None:
     """Write the initial config and tokenizer of a variant."""
     folder = _fresh(workspace.home / f"init-{variant}.partial")
-    shutil.copytree(workspace.init(""), folder, dirs_exist_ok=True)
+    shutil.copytree(workspace.init_folder(""), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
-    folder.rename(workspace.init(variant))
+    folder.rename(workspace.init_folder(variant))
 
 
 def _tokenizer_texts(workspace: Workspace, wanted: Vocabulary) -> Iterator[str]:
@@ -268,10 +268,10 @@ def plan_sources(workspace: Workspace, name: str) -> list[str]:
     return [str(path) for path in (workspace.train_texts if name == "train" else [workspace.valid_texts])]
 
 
-def sources_of_kinds(outside: ExternalParent, folder: Path, name: str) -> list[str]:
+def sources_of_kinds(external: ExternalParent, folder: Path, name: str) -> list[str]:
     """Return texts of several kinds: all to train on, or as many tokens of each to evaluate on (`valid`)."""
     kinds, share = folder / "text_kinds" / ("own" if name == "train" else "held-out"), "" if name == "train" else "=1"
-    return [f"{kinds / kind}.jsonl{share}" for kind in outside.text_kinds]
+    return [f"{kinds / kind}.jsonl{share}" for kind in external.text_kinds]
 
 
 def make_caches(
@@ -283,12 +283,12 @@ def make_caches(
     programs.run("uptrain", "prepare", *sources, *options, "--out", folder / name, "--json")
 
 
-def fetch_model(outside: ExternalParent, out: Path) -> None:
+def fetch_model(external: ExternalParent, out: Path) -> None:
     """Write the parent as a Hugging Face folder."""
-    source = outside.model
+    source = external.model
     if source.startswith("package:"):
         source = str(gguf_file(source.removeprefix("package:")))
-    if outside.kv_heads is None:
+    if external.kv_heads is None:
         programs.run("convert", "to-hf", source, out, "--json")
         return
     from scripts.study.repeat_heads import repeat_heads  # needs torch
@@ -296,7 +296,7 @@ def fetch_model(outside: ExternalParent, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         programs.run("convert", "to-hf", source, Path(temporary) / "model", "--json")
-        repeat_heads(Path(temporary) / "model", Path(temporary) / "repeated", outside.kv_heads)
+        repeat_heads(Path(temporary) / "model", Path(temporary) / "repeated", external.kv_heads)
         (Path(temporary) / "repeated").rename(out)
 
 
@@ -325,7 +325,7 @@ def _as_text(document: dict[str, Any], tokenizer: Any) -> str:
 
 
 def train_parent(workspace: Workspace, seed: int, variant: str) -> None:
-    parent, home, run = workspace.plan.parent, workspace.home, workspace.run(seed, variant)
+    parent, home, run = workspace.plan.parent, workspace.home, workspace.run_folder(seed, variant)
     if (run / "run.json").is_file():
         programs.train(run, "resume", run)
     else:
@@ -335,5 +335,5 @@ def train_parent(workspace: Workspace, seed: int, variant: str) -> None:
             "--precision", parent.precision, "--seed", seed, *(["--compile"] if parent.compile else []),
         )  # fmt: skip
         data = ("--data", home / "train", "--eval-data", home / "valid")
-        programs.train(run, "run", "--init", workspace.init(variant), *data, *options, "--out", run)
-    programs.run("uptrain", "export", run, workspace.parent(seed, variant))
+        programs.train(run, "run", "--init", workspace.init_folder(variant), *data, *options, "--out", run)
+    programs.run("uptrain", "export", run, workspace.parent_folder(seed, variant))

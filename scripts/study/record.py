@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.study.arms import key_of_line
 from scripts.study.plan import PlanError
-from scripts.study.results import Result, read, read_lines
+from scripts.study.results import Result, read_lines, read_results
 
 MEASURES = {"behaviour", "text_kinds", "tasks", "curve"}
 """Keys of measures that not all lines have."""
@@ -20,10 +20,10 @@ def add_lines(results: Path, record: Path) -> None:
 
     Raises PlanError if they are from other parents than those in the record, or a measure would be lost.
     """
-    new, old = read(results), read(record)
-    losses_then = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
+    new, old = read_results(results), read_results(record)
+    reference_losses = {(line["parent"], line["seed"]): line["parent_loss"] for line in old}
     for line in new:
-        loss = losses_then.get((line["parent"], line["seed"]), line["parent_loss"])
+        loss = reference_losses.get((line["parent"], line["seed"]), line["parent_loss"])
         if abs(loss - line["parent_loss"]) > SAME_PARENT:
             raise PlanError(
                 f"{results} is of another {line['parent']} {line['seed']} than {record}: its loss is "

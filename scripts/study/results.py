@@ -21,40 +21,40 @@ def read_lines(path: Path) -> list[Result]:
         return [json.loads(line) for line in file]
 
 
-def read(path: Path) -> list[Result]:
+def read_results(path: Path) -> list[Result]:
     """Return the results of a file, in order; none if it does not exist yet."""
     lines = read_lines(path) if path.exists() else []
     # Early lines lack these keys.
     return [
         {"schedule": "wsd" if line["loss"] else None, "trainable": "all" if line["loss"] else None,
-         "from_nothing": False, "latent": None} | line
+         "from_scratch": False, "latent": None} | line
         for line in lines
     ]  # fmt: skip
 
 
 WEAK = ("paper", "recipe", "short")
 """The plans that uptrain the three weak parents. The first has the arms that are uptrained at every length."""
-TODAY = {
+DEFAULT_ARM = {
     "refine": "refined 65536", "refine_longer": "refined 65536", "text_kinds": "default", "qwen2": "default",
     "twenty": "default", "larger": "default",
 }  # fmt: skip
 """Plan → the arm with the default merge. In the first two, its output projection was refitted only once."""
-REFITTED_ONCE = TODAY | {"twenty": "refined 65536", "text_kinds": "shipped 65536, refined 65536"}
+ARM_REFITTED_ONCE = DEFAULT_ARM | {"twenty": "refined 65536", "text_kinds": "shipped 65536, refined 65536"}
 """Plan → the arm with the default merge as most plans have it, for comparisons between plans."""
-BETTER = ("longer", "recipe_longer", "from_nothing")
+BETTER = ("longer", "recipe_longer", "from_scratch")
 """The plans that uptrain the better-trained parents."""
 
 
 def united(results: Path, plans: tuple[str, ...]) -> list[Result]:
     """Return the lines of several plans for the arms of the first plan, with all settings of uptraining."""
-    arms = {line["arm"] for line in read(results / f"{plans[0]}.jsonl")}
-    lines = [line for plan in plans for line in read(results / f"{plan}.jsonl")]
-    return [line for line in lines if line["arm"] in arms or line["from_nothing"]]
+    arms = {line["arm"] for line in read_results(results / f"{plans[0]}.jsonl")}
+    lines = [line for plan in plans for line in read_results(results / f"{plan}.jsonl")]
+    return [line for line in lines if line["arm"] in arms or line["from_scratch"]]
 
 
 def distilled_mean(results: Path) -> list[Result]:
     """Return the lines of the mean distilled from the better-trained parents, attention alone."""
-    lines = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "parent"]
+    lines = [line for line in read_results(results / "behaviour.jsonl") if line["parent"] == "parent"]
     return [line for line in lines if line["arm"] == "mean" and line["alpha"]]
 
 
@@ -90,7 +90,7 @@ def unique(values: Any) -> list[Any]:
 
 
 def is_parent(line: Result) -> bool:
-    return line["convert"] is None and not line["from_nothing"]
+    return line["convert"] is None and not line["from_scratch"]
 
 
 def stage_of(line: Result) -> StageKey:
@@ -131,41 +131,42 @@ def losses(lines: list[Result]) -> Seeds:
     return of_seeds(lines, "held_out_loss")
 
 
-def shares(start: list[Result], lines: list[Result]) -> Seeds:
-    """Return the remaining share of the gap of merging by the mean."""
-    return left_of(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
+def shares_of_mean_gap(start: list[Result], lines: list[Result]) -> Seeds:
+    """Return the gap to the parent as a share of the gap that merging by the mean leaves."""
+    return shares_of_gap(start, losses([line for line in lines if line["arm"] == "mean" and not line["alpha"]]))
 
 
-def shares_by_text_kind(arm: str, lines: list[Result]) -> dict[str, float]:
-    """Return an arm's remaining share of mean's gap on each kind of text, right after conversion."""
+def arm_shares_by_text_kind(arm: str, lines: list[Result]) -> dict[str, float]:
+    """Return an arm's share of mean's gap on each kind of text, right after conversion."""
     own = next(line["text_kinds"] for line in reversed(lines) if line["arm"] == arm and not line["alpha"])
-    return left_by_text_kind(own, lines)
+    return shares_by_text_kind(own, lines)
 
 
-def left_by_text_kind(own: dict[str, float], lines: list[Result]) -> dict[str, float]:
-    """Return the remaining share of mean's gap of losses on each kind of text."""
+def shares_by_text_kind(own: dict[str, float], lines: list[Result]) -> dict[str, float]:
+    """Return losses by kind of text as shares of mean's gap."""
     losses_of = {line["arm"]: line["text_kinds"] for line in lines if not line["alpha"]}
     parent, mean = losses_of["parent"], losses_of["mean"]
     return {kind: (own[kind] - parent[kind]) / (mean[kind] - parent[kind]) for kind in own}
 
 
-def left_of(own: list[Result], losses_then: Seeds) -> Seeds:
+def shares_of_gap(own: list[Result], reference_losses: Seeds) -> Seeds:
     """Return the gap to the parent as a share of the gap of other losses.
 
     It is computed for each parent separately, so that differences between parents do not count.
     """
     parent = of_seeds(own, "parent_loss")
     return {
-        seed: (loss - parent[seed]) / (losses_then[seed] - parent[seed])
+        seed: (loss - parent[seed]) / (reference_losses[seed] - parent[seed])
         for seed, loss in losses(own).items()
-        if seed in losses_then
+        if seed in reference_losses
     }
 
 
 def gaps(lines: list[Result]) -> Seeds:
     """Return for each seed the loss minus the parent's loss."""
-    return beyond(losses(lines), of_seeds(lines, "parent_loss"))
+    return differences(losses(lines), of_seeds(lines, "parent_loss"))
 
 
-def beyond(now: Seeds, control: Seeds) -> Seeds:
-    return {s: x - control[s] for s, x in now.items() if s in control}
+def differences(own: Seeds, others: Seeds) -> Seeds:
+    """Return a figure minus another one, for each seed that has both."""
+    return {seed: figure - others[seed] for seed, figure in own.items() if seed in others}

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
+from model.common.counts import counted
 from scripts.study.cells import (
-    PAPERS,
+    PAPER_RECIPE,
     START,
     by_loss,
-    kv_heads,
     markdown,
     models,
     name_of,
@@ -29,15 +29,15 @@ from scripts.study.results import (
     Seeds,
     StageKey,
     at,
-    beyond,
     by_setting,
+    differences,
     is_parent,
-    left_by_text_kind,
-    left_of,
     losses,
     of_seeds,
-    read,
-    shares,
+    read_results,
+    shares_by_text_kind,
+    shares_of_gap,
+    shares_of_mean_gap,
     stage_of,
     unique,
 )
@@ -46,7 +46,7 @@ from scripts.study.results import (
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(results: Path) -> None:
-    print("\n\n".join(tables(read(results))))
+    print("\n\n".join(tables(read_results(results))))
 
 
 def tables(lines: list[Result]) -> Iterator[str]:
@@ -58,14 +58,14 @@ def tables(lines: list[Result]) -> Iterator[str]:
             # The parent, which is not merged, is the control of every table.
             chosen = [line for line in of_parent if is_parent(line) or line["groups"] == groups]
             whose = f"{parent}, " if len(parents) > 1 else ""
-            yield f"### {plans}: {whose}merged to {kv_heads(groups)}\n\n{table(chosen)}"
+            yield f"### {plans}: {whose}merged to {counted(groups, 'K/V head')}\n\n{table(chosen)}"
             yield from tables_of_rates(chosen)
             if any(line["alpha"] for line in chosen):
                 yield measures(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
                 yield behaviours(watched)
             if watched := [line for line in watched if "loss_by_kind" in line["behaviour"]]:
-                yield kinds(watched)
+                yield token_kinds(watched)
             if watched := [line for line in chosen if "text_kinds" in line and not line["alpha"]]:
                 yield text_kinds(watched)
 
@@ -78,7 +78,7 @@ def table(lines: list[Result]) -> str:
         own = [line for line in lines if line["arm"] == arm]
         start = [line for line in own if not line["alpha"]]
         cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
-        rows.append([arm, show(losses(start)), show(shares(start, lines), "{:z.1%}"), *cells])
+        rows.append([arm, show(losses(start)), show(shares_of_mean_gap(start, lines), "{:z.1%}"), *cells])
     return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
 
 
@@ -100,18 +100,18 @@ def tables_of_rates(lines: list[Result]) -> Iterator[str]:
 
 def measures(lines: list[Result]) -> str:
     """Return the table of each model's distance from its parent and from the control."""
-    rows, papers = [], losses(at(lines, *PAPERS))
+    rows, of_recipe = [], losses(at(lines, *PAPER_RECIPE))
     for arm, stage in models(lines):
         start, own = losses(at(lines, arm, START)), at(lines, arm, stage)
         if stage == START and is_parent(own[0]):
             continue
         is_trained_merge = stage != START and not is_parent(own[0])
-        recovered = {seed: 1 - left for seed, left in left_of(own, start).items()} if is_trained_merge else {}
+        recovered = {seed: 1 - left for seed, left in shares_of_gap(own, start).items()} if is_trained_merge else {}
         rows.append([
             arm, name_of(stage),
             show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
-            show(recovered, "{:.0%}"), show(left_of(own, papers), "{:.0%}"),
-            show(beyond(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
+            show(recovered, "{:.0%}"), show(shares_of_gap(own, of_recipe), "{:.0%}"),
+            show(differences(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
         ])  # fmt: skip
     headings = ["arm", "uptraining", "KL from parent", "agreement", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip
@@ -139,7 +139,7 @@ def behaviours(lines: list[Result]) -> str:
     return markdown(["arm", "uptraining", *places, "tokens until they part", "repeated"], rows)
 
 
-def kinds(lines: list[Result]) -> str:
+def token_kinds(lines: list[Result]) -> str:
     """Return the table of losses beyond the parent's by kind of token; the parent's own row has its losses."""
     rows: list[list[str]] = []
     names = list(lines[0]["behaviour"]["parents_loss_by_kind"])
@@ -168,7 +168,7 @@ def text_kinds(lines: list[Result]) -> str:
     }
     for arm, (text_kind, tokens) in own.items():
         columns.setdefault(f"own {tokens}", {})[text_kind] = by_arm[arm][text_kind]
-    left = {name: left_by_text_kind(by_kind, lines) for name, by_kind in columns.items()}
+    left = {name: shares_by_text_kind(by_kind, lines) for name, by_kind in columns.items()}
     rows = [
         [
             r,

@@ -57,7 +57,7 @@ def test_tables_and_figure(run, tmp_path):
     # the tokens that the stand-in prints; 2 x 1 layer x 32 heads x 2 numbers x 2 bytes
     assert "| vLLM | Llama of 1.2 B parameters | 32 | 0.3 | 46,592 | 91 | 11 | 2 |" in text
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert {row["commit"] for row in rows(tmp_path)} == {str(serving.facts()["commit"])}
+    assert {row["commit"] for row in rows(tmp_path)} == {str(serving.describe_machine()["commit"])}
 
 
 @pytest.mark.slow

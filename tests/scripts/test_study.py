@@ -29,7 +29,7 @@ from scripts.study.repeat_heads import repeat_heads
 
 STUDY = Path(__file__).parents[2] / "scripts/study"
 SMOKE = STUDY / "plans/smoke.toml"
-FIGURES = [("mean", None), *(("fit-refit", loss) for loss in (None, "next-token", "distill")), ("from nothing", None)]
+FIGURES = [("mean", None), *(("fit-refit", loss) for loss in (None, "next-token", "distill")), ("from scratch", None)]
 MEASURES = {"loss": 4.5, "teacher_loss": 4.0, "kl": 0.2, "agreement": 0.95, "targets": 100}
 
 
@@ -97,7 +97,7 @@ def test_plans_can_be_read(path):
 
 def test_plan_takes_the_parents_of_another():
     workspace = prepare.Workspace(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
-    assert workspace.parent(2) == Path("work/merges/parent-2-hf")
+    assert workspace.parent_folder(2) == Path("work/merges/parent-2-hf")
     assert workspace.results == Path("work/paper/results.jsonl")
     assert workspace.plan.parent.seeds == (0, 1, 2)
     fewer = plan.read_plan(plan.find_plan("rates"))
@@ -204,15 +204,15 @@ def test_latent_attention_is_measured_beside_heads_of_the_same_cache(stand_in, t
     assert [words[1] for words in stand_in] == ["mha-to-mla", "evaluate", "run"]
 
 
-def test_latent_attention_of_an_outside_parent_has_sizes_of_its_own(tmp_path):
+def test_latent_attention_of_an_external_parent_has_sizes_of_its_own(tmp_path):
     shipped = plan.read_plan(plan.find_plan("latent_smollm2"))
-    (outside,) = shipped.outside
-    assert [(arm.groups, arm.latent) for arm in plan.arms_of(shipped, outside)] == [((1,), ((64, 64),))] * 4
+    (external,) = shipped.external
+    assert [(arm.groups, arm.latent) for arm in plan.arms_of(shipped, external)] == [((1,), ((64, 64),))] * 4
     path = tmp_path / "smoke.toml"
-    more = '[[outside]]\nname = "other"\nmodel = "/m"\ngroups = [2, 1]\nseq_len = 64\n'
+    more = '[[external]]\nname = "other"\nmodel = "/m"\ngroups = [2, 1]\nseq_len = 64\n'
     path.write_text(SMOKE.read_text() + LATENT + more)
     without = plan.read_plan(path)
-    assert "latent" not in {arm.name for arm in plan.arms_of(without, without.outside[0])}
+    assert "latent" not in {arm.name for arm in plan.arms_of(without, without.external[0])}
     for sizes in ("[[8, 8]]", "[[8, 8], [8, 8]]"):
         path.write_text(SMOKE.read_text() + LATENT + more + f"latent = {sizes}\n")
         with pytest.raises(click.ClickException, match="other must have a size in latent for each of groups"):
@@ -239,7 +239,7 @@ def test_parent_that_was_stopped_is_resumed(stand_in, tmp_path):
     assert ["uptrain", "resume", str(parent)] in stand_in
 
 
-def test_models_from_nothing(stand_in, tmp_path):
+def test_models_from_scratch(stand_in, tmp_path):
     """They are trained as the parent is, with fewer K/V heads, and measured as a start."""
     start("--plan", "smoke", "--work", tmp_path)
     home = tmp_path / "smoke"
@@ -248,8 +248,8 @@ def test_models_from_nothing(stand_in, tmp_path):
     assert fewer == [changed.get(word, word) for word in parent]
     assert json.loads((home / "init-g2/config.json").read_text()) == {"num_key_value_heads": 2, "hidden_size": 64}
     assert str(home / "parent-0-g2-hf") in [words[2] for words in stand_in if words[1] == "evaluate"]
-    (line,) = (line for line in read(tmp_path) if line["from_nothing"])
-    assert (line["arm"], line["groups"], line["convert"], line["alpha"]) == ("from nothing", 2, None, 0)
+    (line,) = (line for line in read(tmp_path) if line["from_scratch"])
+    assert (line["arm"], line["groups"], line["convert"], line["alpha"]) == ("from scratch", 2, None, 0)
 
 
 FAMILIES = """
@@ -268,9 +268,9 @@ def test_parents_of_several_families(stand_in, tmp_path):
     path = tmp_path / "smoke.toml"
     text = SMOKE.read_text().replace('[[arms]]\nname = "mean"\n', FAMILIES, 1)
     path.write_text(text)
-    with pytest.raises(click.ClickException, match="cannot go with from_nothing"):
+    with pytest.raises(click.ClickException, match="cannot go with from_scratch"):
         plan.read_plan(path)
-    path.write_text(text.replace('[[arms]]\nname = "from nothing"\nfrom_nothing = true\n', ""))
+    path.write_text(text.replace('[[arms]]\nname = "from scratch"\nfrom_scratch = true\n', ""))
     assert start("--plan", path, "--work", tmp_path).exit_code == 0
     home = tmp_path / "smoke"
     trained = {words[-1]: words for words in stand_in if "--init" in words}
@@ -313,11 +313,11 @@ def test_parents_are_evaluated_on_text_kinds(stand_in, tmp_path, monkeypatch):
     assert "was made from other texts" in start(*arguments).output
 
 
-def test_an_outside_parent_is_trained_on_text_kinds(stand_in, tmp_path, monkeypatch):
+def test_an_external_parent_is_trained_on_text_kinds(stand_in, tmp_path, monkeypatch):
     """On all of each kind, and evaluated on as many tokens of each; the losses along the way are recorded."""
     path = tmp_path / "mixed.toml"
     mixed = [
-        "eval_every_steps = 1", "[[outside]]", 'name = "mixed"', 'model = "given"', "groups = [1]", "seq_len = 64",
+        "eval_every_steps = 1", "[[external]]", 'name = "mixed"', 'model = "given"', "groups = [1]", "seq_len = 64",
         "windows = 6", 'original_tokens = "1M"', 'text_kinds = ["chat", "prose"]',
         'uptrain = [{ alpha = 0.1, loss = "distill", lr = 1e-3 }]',
     ]  # fmt: skip
@@ -440,7 +440,7 @@ micro_batch = 1
 lr = 1e-3
 [parent.model]
 hidden_size = 64
-[[outside]]
+[[external]]
 name = "tiny"
 model = "{model}"
 groups = [1]
@@ -524,17 +524,17 @@ def raise_full(*arguments, **options):
     raise OSError("the disk is full")
 
 
-def test_an_outside_parent_with_repeated_heads(tmp_path, monkeypatch):
+def test_an_external_parent_with_repeated_heads(tmp_path, monkeypatch):
     """It is written beside its own folder, which does not exist yet, and appears whole."""
     source = tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "source")
-    outside = plan.ExternalParent("repeated", str(source), (2,), 64, kv_heads=4)
-    prepare.fetch_model(outside, tmp_path / "work/repeated/model")
+    external = plan.ExternalParent("repeated", str(source), (2,), 64, kv_heads=4)
+    prepare.fetch_model(external, tmp_path / "work/repeated/model")
     config = json.loads((tmp_path / "work/repeated/model/config.json").read_text())
     assert config["num_key_value_heads"] == 4
     assert [path.name for path in (tmp_path / "work/repeated").iterdir()] == ["model"]
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
         patch.setattr("scripts.study.repeat_heads.save_file", raise_full)
-        prepare.fetch_model(outside, tmp_path / "work/other/model")
+        prepare.fetch_model(external, tmp_path / "work/other/model")
     assert not list((tmp_path / "work/other").iterdir())
 
 

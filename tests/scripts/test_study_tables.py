@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.study import arms, cells, page, page_tables, places, table
+from scripts.study import arms, cells, page, page_tables, placeholders, table
 from scripts.study import figures as drawing
 from scripts.study import results as results_of
 from scripts.study.record import add_distilled, add_lines, record_parents
@@ -24,7 +24,7 @@ def test_results_are_added_to_those_on_record(tmp_path):
     write(record, line("mean", 0, 5.0), line("mean", 0, 4.5, stage=(0.01, "distill", 1e-3)))
     write(results, line("mean", 0, 5.1), line("first", 0, 6.0))
     add_lines(results, record)
-    assert [(each["arm"], each["held_out_loss"]) for each in arms.read(record)] == [
+    assert [(each["arm"], each["held_out_loss"]) for each in arms.read_results(record)] == [
         ("mean", 4.5), ("mean", 5.1), ("first", 6.0),
     ]  # fmt: skip
     write(results, line("mean", 0, 5.1) | {"parent_loss": 4.01})
@@ -34,7 +34,7 @@ def test_results_are_added_to_those_on_record(tmp_path):
     write(results, line("first", 0, 6.0))
     with pytest.raises(click.ClickException, match=r"has no tasks of first, but .* has; measure it too"):
         add_lines(results, record)
-    assert "tasks" in arms.read(record)[0]
+    assert "tasks" in arms.read_results(record)[0]
 
 
 def line(
@@ -53,7 +53,7 @@ def line(
     return {
         "plan": "p", "parent": "parent", "arm": arm, "groups": groups, "seed": seed,
         "alpha": alpha, "loss": loss, "lr": lr, "schedule": schedule if loss else None, "held_out_loss": held_out,
-        "parent_loss": 4.0, "convert": convert, "from_nothing": False, "kl": 0.5, "agreement": 0.75,
+        "parent_loss": 4.0, "convert": convert, "from_scratch": False, "kl": 0.5, "agreement": 0.75,
         "tokens": int(alpha * 1e6), "global_batch_tokens": batch if loss else None, "trainable": part if loss else None,
     }  # fmt: skip
 
@@ -246,7 +246,7 @@ def test_table_of_tasks(tmp_path):
     records["smollm2_mixed"][1]["trainable"] = "all"
     for plan, lines in records.items():
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert page_tables.tasks(places.smollm2_lines(tmp_path)).splitlines()[2:] == [
+    assert page_tables.tasks(placeholders.smollm2_lines(tmp_path)).splitlines()[2:] == [
         "| mean | – | 25.0% ± 3.0% | 12.3 | 1.234 |",
         "| default, mixed text | 10,000 tokens, all | 25.0% ± 3.0% | 12.3 | 1.234 |",
     ]
@@ -267,7 +267,7 @@ def test_table_of_the_field(tmp_path):
         each["trainable"] = part
     for plan, lines in records.items():
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert places.field(tmp_path).splitlines() == [
+    assert placeholders.field(tmp_path).splitlines() == [
         "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
         "| --- | --- | --- | --- | --- | --- |",
         "| mean (Ainslie et al.; AverageKV) | 2 | 0.5000 and 0.7000 | 0.2000 (1 of 2 parents) | – | – |",
@@ -288,7 +288,7 @@ def test_table_of_latent_attention_on_smollm2(tmp_path):
         (tmp_path / f"{plan}.jsonl").write_text(
             "".join(json.dumps({"trainable": None} | each) + "\n" for each in lines)
         )
-    assert places.latent_smollm2(tmp_path).splitlines()[2:] == [
+    assert placeholders.latent_smollm2(tmp_path).splitlines()[2:] == [
         "| merged | – | 0.6000 |",
         "| merged | 10,000 tokens, attention | 0.3000 (lr 0.0005) |",
         "| latent | – | 0.5000 |",
@@ -296,9 +296,9 @@ def test_table_of_latent_attention_on_smollm2(tmp_path):
     ]
 
 
-def test_table_with_what_was_trained_from_nothing():
+def test_table_with_what_was_trained_from_scratch():
     """It stands in the table of its own number of K/V heads alone; the parent stands in all."""
-    less = line("less", 0, 4.2, groups=1, convert=None) | {"from_nothing": True}
+    less = line("less", 0, 4.2, groups=1, convert=None) | {"from_scratch": True}
     merged = [line("mean", 0, 5.0, groups=groups) for groups in (2, 1)]
     two, one = table.tables([*merged, less, line("parent", 0, 4.0, groups=4, convert=None)])
     assert ("| less |" in two, "| less | 4.2000 | 20.0% |" in one) == (False, True)
@@ -417,7 +417,7 @@ def test_table_of_parents(tmp_path):
         losses = {0: 8.0, 10: 6.0 + seed, 20: 5.0 + seed}
         records = [{"step": 1, "loss": 7.0}, *({"step": s, "evaluation": {"loss": x}} for s, x in losses.items())]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    record = tmp_path / places.PARENTS
+    record = tmp_path / placeholders.PARENTS
     earlier = [
         {"plan": name, "seed": seed, "steps": 20, "share": 1.0, "held_out_loss": loss}
         for name, seed, loss in (("p", 0, 5.0), ("p", 5, 7.0), ("q", 0, 9.0))
@@ -425,7 +425,7 @@ def test_table_of_parents(tmp_path):
     record.write_text("".join(json.dumps(line) + "\n" for line in earlier))
     for _ in range(2):
         record_parents(tmp_path, record)
-        assert places.training_of_parents(tmp_path).splitlines() == [
+        assert placeholders.training_of_parents(tmp_path).splitlines() == [
             "| of its training | p | q | p, 2 K/V heads |", "| --- | --- | --- | --- |",
             "| 50% | 6.000 and 7.000 | – | 13.000 |", "| 100% | 6.000 ± 1.000 | 9.000 | 12.000 |",
         ]  # fmt: skip
@@ -457,7 +457,7 @@ def test_table_by_tokens_per_parameter(tmp_path):
         for each in lines:
             each["parent_loss"] = parent_loss
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert places.tokens_per_parameter(tmp_path).splitlines()[2:] == [
+    assert placeholders.tokens_per_parameter(tmp_path).splitlines()[2:] == [
         "| 1 | 2 | 4.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 7 | 1 | 3.500 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
         "| 20 | 1 | 3.000 | 0.100, 5.0% | 0.200, 10.0% | 0.400, 20.0% |",
@@ -465,7 +465,7 @@ def test_table_by_tokens_per_parameter(tmp_path):
 
 
 def test_a_place_of_a_page_that_names_nothing(tmp_path):
-    with pytest.raises(click.ClickException, match="the place results_fomer of a page names no table"):
+    with pytest.raises(click.ClickException, match="the placeholder results_fomer of a page names no table"):
         page.renewed("<!-- results_fomer -->\n| old |\n<!-- end -->\n", tmp_path)
 
 
@@ -565,7 +565,7 @@ def test_table_of_text_kinds_by_parent():
 def test_the_pages_tables_are_the_recorded_results(name):
     root = Path(__file__).parents[2]
     written = (root / name).read_text()
-    assert page.PLACE.findall(written)
+    assert page.PLACEHOLDER.findall(written)
     assert page.renewed(written, root / page.RESULTS) == written
     changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
     assert page.renewed(changed, root / page.RESULTS) == written

@@ -1,10 +1,11 @@
-"""Make the tables of the pages' places from the recorded results. `PLACES` names them."""
+"""Make the generated tables of the pages from the recorded results. `PLACEHOLDERS` names them."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.study.cells import PAPERS, START, kv_heads, markdown, show
+from model.common.counts import counted
+from scripts.study.cells import PAPER_RECIPE, START, markdown, show
 from scripts.study.page_tables import (
     along_training,
     by_cache,
@@ -13,7 +14,6 @@ from scripts.study.page_tables import (
     by_part,
     by_position,
     by_tokens,
-    counted,
     distances,
     extrapolated,
     gaps_by_rate,
@@ -23,25 +23,26 @@ from scripts.study.page_tables import (
     savings,
     tasks,
     text_kinds_by_parent,
+    with_coverage,
 )
 from scripts.study.results import (
+    ARM_REFITTED_ONCE,
     BETTER,
-    REFITTED_ONCE,
-    TODAY,
+    DEFAULT_ARM,
     WEAK,
     Result,
     StageKey,
+    arm_shares_by_text_kind,
     at,
     distilled_mean,
     gaps,
     is_parent,
-    left_by_text_kind,
     losses,
     of_seeds,
-    read,
     read_lines,
-    shares,
+    read_results,
     shares_by_text_kind,
+    shares_of_mean_gap,
     stage_of,
     unique,
     united,
@@ -66,14 +67,16 @@ def training_of_parents(results: Path) -> str:
         at_share = [line for line in lines if line["share"] == share]
         own = [[line for line in at_share if (line["plan"], line["groups"]) == model] for model in models]
         rows.append([f"{share:.0%}", *(show(losses(of_model), "{:.3f}") for of_model in own)])
-    names = [PARENTS_OF.get(plan, plan) + (f", {kv_heads(groups)}" if groups else "") for plan, groups in models]
+    names = [
+        PARENTS_OF.get(plan, plan) + (f", {counted(groups, 'K/V head')}" if groups else "") for plan, groups in models
+    ]
     return markdown(["of its training", *names], rows)
 
 
 LONGEST_TRAINED: tuple[tuple[str, StageKey], ...] = (
-    PAPERS,
+    PAPER_RECIPE,
     ("mean", (0.01, "distill")),
-    *((TODAY["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
+    *((DEFAULT_ARM["twenty"], stage) for stage in (START, (0.0025, "distill"), (0.01, "distill"))),
 )
 """Arms and stages whose distance from the longest-trained parents the page tells: the recipe, the mean distilled, and
 the default."""
@@ -87,12 +90,12 @@ def tokens_per_parameter(results: Path) -> str:
     """Return the table of the default merge right after conversion, by the length of the parents' training."""
     rows = []
     for tokens, plan in BY_TOKENS_PER_PARAMETER:
-        lines = [line for line in read(results / f"{plan}.jsonl") if not line["alpha"]]
+        lines = [line for line in read_results(results / f"{plan}.jsonl") if not line["alpha"]]
         cells = []
         for groups in (4, 2, 1):
             heads = [line for line in lines if line["groups"] == groups]
-            own = [line for line in heads if line["arm"] == REFITTED_ONCE[plan]]
-            cells.append(f"{show(gaps(own), '{:.3f}')}, {show(shares(own, heads), '{:.1%}')}")
+            own = [line for line in heads if line["arm"] == ARM_REFITTED_ONCE[plan]]
+            cells.append(f"{show(gaps(own), '{:.3f}')}, {show(shares_of_mean_gap(own, heads), '{:.1%}')}")
         loss = of_seeds(lines, "parent_loss")
         rows.append([tokens, str(len(loss)), show(loss, "{:.3f}"), *cells])
     return markdown(["tokens per parameter", "parents", "their loss", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
@@ -104,8 +107,10 @@ RATES = "twenty_rates.jsonl"
 def twenty(results: Path) -> list[Result]:
     """Return the lines of the longest-trained parents: of the main settings, and of more rates."""
     # There, the recipe is an arm of its own, since it was tried with fewer numbers of heads than the distilled mean.
-    rates = [line | {"arm": "mean" if line["arm"] == "recipe" else line["arm"]} for line in read(results / RATES)]
-    return [*read(results / "twenty.jsonl"), *rates]
+    rates = [
+        line | {"arm": "mean" if line["arm"] == "recipe" else line["arm"]} for line in read_results(results / RATES)
+    ]
+    return [*read_results(results / "twenty.jsonl"), *rates]
 
 
 def tried_rates(results: Path) -> str:
@@ -130,7 +135,7 @@ def same_training(results: Path) -> str:
     for tokens, size, *ways in SAME_TRAINING:
         found = []
         for plan, arm in ways:
-            lines = twenty(results) if plan == "twenty" else read(results / f"{plan}.jsonl")
+            lines = twenty(results) if plan == "twenty" else read_results(results / f"{plan}.jsonl")
             found.append(
                 [x for x in lines if x["arm"] == arm and x["parent"] == "parent" and x["trainable"] == "attention"]
             )
@@ -146,7 +151,7 @@ def same_training(results: Path) -> str:
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
 BETTER_PARENTS = "4.2 M parameters, 30 M tokens, 3 parents"
 SMOLLM2 = "SmolLM2-135M-Instruct, 4 bit"
-HEADLINE = tuple(("2 Llamas of 4.2 M", "twenty", TODAY["twenty"], 8, groups) for groups in (4, 2, 1))
+HEADLINE = tuple(("2 Llamas of 4.2 M", "twenty", DEFAULT_ARM["twenty"], 8, groups) for groups in (4, 2, 1))
 """Rows of the README's table: parent, plan, arm, K/V heads before and after. Rows over all kinds of text follow."""
 KNOWN_MODELS = (("SmolLM2-135M", "text_kinds", "3 → 1"), ("Qwen2.5-Coder-0.5B", "qwen2", "2 → 1"))
 """Rows over all kinds of text: parent, plan, K/V heads."""
@@ -161,12 +166,12 @@ def headline(results: Path) -> str:
     """Return the table of the default merge right after conversion: loss, and share of mean's gap."""
     rows = [after_conversion(results, HEADLINE)]
     for name, plan, heads in KNOWN_MODELS:
-        lines = read(results / f"{plan}.jsonl")
+        lines = read_results(results / f"{plan}.jsonl")
         if not lines:  # not run yet
             continue
         by_arm = {line["arm"]: statistics.mean(line["text_kinds"].values()) for line in lines}
-        left = shares_by_text_kind(TODAY[plan], lines)
-        cells = " | ".join(f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", TODAY[plan]))
+        left = arm_shares_by_text_kind(DEFAULT_ARM[plan], lines)
+        cells = " | ".join(f"{by_arm[arm]:.4f}" for arm in ("parent", "mean", DEFAULT_ARM[plan]))
         span = f"{statistics.mean(left.values()):.1%} ({min(left.values()):.1%} to {max(left.values()):.1%})"
         rows.append(f"| {name}, {len(left)} kinds of text | {heads} | {cells} | {span} |")
     return "\n".join(rows)
@@ -174,32 +179,32 @@ def headline(results: Path) -> str:
 
 def smollm2_lines(results: Path) -> list[Result]:
     """Return the lines of SmolLM2 right after conversion, distilled on novels, and on mixed text."""
-    converted = [line for line in read(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
-    novels = [line for line in read(results / "smollm2_tokens.jsonl") if line["alpha"]]
+    converted = [line for line in read_results(results / "behaviour.jsonl") if line["parent"] == "smollm2"]
+    novels = [line for line in read_results(results / "smollm2_tokens.jsonl") if line["alpha"]]
     plans = ("smollm2_mixed_attention", "smollm2_mixed")
-    mixed = [line for plan in plans for line in read(results / f"{plan}.jsonl") if line["alpha"]]
+    mixed = [line for plan in plans for line in read_results(results / f"{plan}.jsonl") if line["alpha"]]
     return [*converted, *novels, *(line | {"arm": f"{line['arm']}, mixed text"} for line in mixed)]
 
 
 def on_mixed_text(results: Path) -> list[Result]:
     """Return the lines of SmolLM2 distilled on mixed text: a long distillation, and its beginning in several orders."""
-    return [line for plan in ("smollm2_mixed", "smollm2_orders") for line in read(results / f"{plan}.jsonl")]
+    return [line for plan in ("smollm2_mixed", "smollm2_orders") for line in read_results(results / f"{plan}.jsonl")]
 
 
 def rates_of(results: Path, plan: str, plan_of_parent: str) -> str:
     """Return the table of a plan's peak rates, against the parent that another plan measured."""
-    return one_merge_by_rate(read(results / f"{plan}.jsonl"), read(results / f"{plan_of_parent}.jsonl"))
+    return one_merge_by_rate(read_results(results / f"{plan}.jsonl"), read_results(results / f"{plan_of_parent}.jsonl"))
 
 
 def latent_smollm2(results: Path) -> str:
     """Return the table of latent attention on SmolLM2, beside the default merge distilled as long."""
-    own = read(results / "latent_smollm2.jsonl")
+    own = read_results(results / "latent_smollm2.jsonl")
     starts = {line["arm"]: line["held_out_loss"] for line in own if not line["alpha"]}
     own.sort(key=lambda line: starts[line["arm"]])
     stages = {(line["alpha"], line["trainable"]) for line in own}
     heads = [
         line | {"arm": "merged"} if line["arm"] == "default" else line
-        for line in read(results / "smollm2_tokens.jsonl")
+        for line in read_results(results / "smollm2_tokens.jsonl")
         if is_parent(line) or (line["alpha"], line["trainable"]) in stages
     ]
     return by_cache([*heads, *own], "{tokens:,} tokens")
@@ -232,39 +237,46 @@ def field(results: Path) -> str:
     rows = []
     for plan, arm, name in FIELD:
         parts = (None, "attention" if plan in ("latent", "parts") else "all")
-        lines = [line for line in read(results / f"{plan}.jsonl") if line["trainable"] in parts]
+        lines = [line for line in read_results(results / f"{plan}.jsonl") if line["trainable"] in parts]
         if arm not in {line["arm"] for line in lines}:  # not run yet
             continue
         n = len({line["seed"] for line in lines if line["arm"] == arm})
         merged = (at(lines, arm, stage, groups) for groups, stage in columns)
-        rows.append([name, str(n), *(counted(lambda own: show(gaps(own)), own, n) if own else "–" for own in merged)])
+        rows.append(
+            [name, str(n), *(with_coverage(lambda own: show(gaps(own)), own, n) if own else "–" for own in merged)]
+        )
     headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]
     return markdown(["", "parents", *headings], rows)
 
 
 def refined_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge with and without refining."""
-    lines = read(results / "text_kinds.jsonl")
-    arms = ("shipped 65536", REFITTED_ONCE["text_kinds"], TODAY["text_kinds"], "shipped 262144, refined 262144")
-    left = [shares_by_text_kind(arm, lines) for arm in arms]
+    lines = read_results(results / "text_kinds.jsonl")
+    arms = (
+        "shipped 65536",
+        ARM_REFITTED_ONCE["text_kinds"],
+        DEFAULT_ARM["text_kinds"],
+        "shipped 262144, refined 262144",
+    )
+    left = [arm_shares_by_text_kind(arm, lines) for arm in arms]
     names = ["unrefined", "refined on 65,536 tokens", "refitted again (default)", "refined on 262,144 tokens"]
     return by_text_kind(names, left)
 
 
 def distilled_text_kinds(results: Path) -> str:
     """Return the shares of mean's gap by kind of text, of the default merge and after distilling it on some kinds."""
-    lines = read(results / "text_kinds.jsonl")
+    lines = read_results(results / "text_kinds.jsonl")
     own = [line for line in read_lines(results / DISTILLED) if line["start"] == "default"]
     names = [
         "right after conversion" if line["tokens"] == 0 else f"distilled on {line['distilled_on']}" for line in own
     ]
-    return by_text_kind(names, [left_by_text_kind(line["text_kinds"], lines) for line in own])
+    return by_text_kind(names, [shares_by_text_kind(line["text_kinds"], lines) for line in own])
 
 
 def losses_by_text_kind(lines: list[Result], arm: str) -> str:
     """Return losses by kind of text right after conversion: the parent's, the mean's and an arm's, with its share."""
     by_arm = {line["arm"]: line["text_kinds"] for line in lines if not line["alpha"]}
-    left = shares_by_text_kind(arm, lines)
+    left = arm_shares_by_text_kind(arm, lines)
     rows = [
         [kind, *(f"{by_arm[each][kind]:.3f}" for each in ("parent", "mean", arm)), f"{share:.1%}"]
         for kind, share in left.items()
@@ -286,57 +298,59 @@ def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, in
     """Return a table of a merge and the mean right after conversion: loss, and share of mean's gap."""
     rows = [f"| | K/V heads | parent | mean | {merge} | of mean's gap |", "|---|---|---|---|---|---|"]
     for name, plan, arm, before, after in cases:
-        lines = [line for line in read(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]]
+        lines = [
+            line for line in read_results(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]
+        ]
         mean, own = ([line for line in lines if line["arm"] == each] for each in ("mean", arm))
         figures = (
             show(of_seeds(own, "parent_loss")),
             show(losses(mean)),
             show(losses(own)),
-            show(shares(own, lines), "{:.1%}"),
+            show(shares_of_mean_gap(own, lines), "{:.1%}"),
         )
         rows.append(f"| {name} | {before} → {after} | {' | '.join(figures)} |")
     return "\n".join(rows)
 
 
-PLACES: dict[str, Callable[[Path], str]] = {
+PLACEHOLDERS: dict[str, Callable[[Path], str]] = {
     "results": headline,
     "results_former": lambda folder: after_conversion(folder, FORMER, "former default"),
     "parents": training_of_parents,
     "weak": lambda folder: "\n\n".join(tables(united(folder, WEAK))),
     "better": lambda folder: "\n\n".join(tables(united(folder, BETTER))),
     "savings_weak": lambda folder: savings(united(folder, WEAK), FORMER_DEFAULT),
-    "calibration": lambda folder: by_heads(read(folder / "calibration.jsonl")),
-    "refine": lambda folder: by_heads(read(folder / "refine.jsonl")),
-    "refine_longer": lambda folder: by_heads(read(folder / "refine_longer.jsonl")),
-    "refine_orders": lambda folder: by_heads(read(folder / "refine_orders.jsonl")),
+    "calibration": lambda folder: by_heads(read_results(folder / "calibration.jsonl")),
+    "refine": lambda folder: by_heads(read_results(folder / "refine.jsonl")),
+    "refine_longer": lambda folder: by_heads(read_results(folder / "refine_longer.jsonl")),
+    "refine_orders": lambda folder: by_heads(read_results(folder / "refine_orders.jsonl")),
     "twenty": lambda folder: by_heads(twenty(folder)),
     "twenty_rates": tried_rates,
     "twenty_distance": lambda folder: distances(twenty(folder), LONGEST_TRAINED),
     "twenty_positions": lambda folder: by_position(twenty(folder), LONGEST_TRAINED, 256),
-    "larger_positions": lambda folder: by_position(read(folder / "larger.jsonl"), LARGER, 256),
+    "larger_positions": lambda folder: by_position(read_results(folder / "larger.jsonl"), LARGER, 256),
     "same_training": same_training,
     "tokens_per_parameter": tokens_per_parameter,
-    "larger": lambda folder: by_heads(read(folder / "larger.jsonl")),
-    "smollm2_repeated": lambda folder: by_heads(read(folder / "smollm2_repeated.jsonl")),
-    "families": lambda folder: by_parent(read(folder / "families.jsonl")),
-    "families_text_kinds": lambda folder: text_kinds_by_parent(read(folder / "families_text_kinds.jsonl")),
-    "demo_model": lambda folder: by_heads(read(folder / "demo_model.jsonl")),
+    "larger": lambda folder: by_heads(read_results(folder / "larger.jsonl")),
+    "smollm2_repeated": lambda folder: by_heads(read_results(folder / "smollm2_repeated.jsonl")),
+    "families": lambda folder: by_parent(read_results(folder / "families.jsonl")),
+    "families_text_kinds": lambda folder: text_kinds_by_parent(read_results(folder / "families_text_kinds.jsonl")),
+    "demo_model": lambda folder: by_heads(read_results(folder / "demo_model.jsonl")),
     "refined_text_kinds": refined_text_kinds,
     "distilled_text_kinds": distilled_text_kinds,
-    "parts": lambda folder: by_part(read(folder / "parts.jsonl")),
-    "smollm2_tokens": lambda folder: by_part(read(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
+    "parts": lambda folder: by_part(read_results(folder / "parts.jsonl")),
+    "smollm2_tokens": lambda folder: by_part(read_results(folder / "smollm2_tokens.jsonl"), "{tokens:,} tokens"),
     "smollm2_kinds": lambda folder: kinds_by_part(smollm2_lines(folder)),
-    "smollm2_extrapolated": lambda folder: extrapolated(read(folder / "smollm2_tokens.jsonl"), "default"),
+    "smollm2_extrapolated": lambda folder: extrapolated(read_results(folder / "smollm2_tokens.jsonl"), "default"),
     "smollm2_tasks": lambda folder: tasks(smollm2_lines(folder)),
     "smollm2_mixed": lambda folder: by_tokens(on_mixed_text(folder)),
-    "smollm2_mixed_curve": lambda folder: along_training(read(folder / "smollm2_mixed.jsonl")),
+    "smollm2_mixed_curve": lambda folder: along_training(read_results(folder / "smollm2_mixed.jsonl")),
     "smollm2_mixed_kinds": lambda folder: recovered_by_text_kind(on_mixed_text(folder)),
     "smollm2_mixed_rates": lambda folder: rates_of(folder, "smollm2_mixed_mean", "smollm2_mixed"),
     "qwen2_rates": lambda folder: rates_of(folder, "qwen2_mixed", "qwen2"),
-    "qwen2_text_kinds": lambda folder: losses_by_text_kind(read(folder / "qwen2.jsonl"), TODAY["qwen2"]),
-    "latent": lambda folder: by_cache(read(folder / "latent.jsonl"), "{tokens:,} tokens"),
+    "qwen2_text_kinds": lambda folder: losses_by_text_kind(read_results(folder / "qwen2.jsonl"), DEFAULT_ARM["qwen2"]),
+    "latent": lambda folder: by_cache(read_results(folder / "latent.jsonl"), "{tokens:,} tokens"),
     "latent_smollm2": latent_smollm2,
     "field": field,
     "savings_better": lambda folder: savings([*united(folder, BETTER), *distilled_mean(folder)], FORMER_DEFAULT),
 }  # fmt: skip
-"""Name of a place in a page → what makes its table from the folder of the recorded results."""
+"""Name of a placeholder in a page → what makes its table from the folder of the recorded results."""
