@@ -92,15 +92,15 @@ def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]
 
 
 def _with_generated_text(checkpoint: Checkpoint, plan: Plan, staging: Staging, quiet: bool) -> Plan:
-    """Return the plan with all windows of its calibration text. The model writes its own windows, if any."""
+    """Return the plan with all windows of its calibration text. The model generates its own windows, if any."""
     text = plan.recipe.text
     if text is None or text.ids_NT is not None or not plan.conversions:
         return plan
     from convert.calibration.generated_text import TextGeneration  # imported here, because it needs torch
 
     generated = TextGeneration.of(checkpoint, text, plan.recipe.seed, plan.recipe.device)
-    with console.progress_bar("Writing text", generated.n_tokens, quiet, unit="tokens") as progress:
-        generated_NT = generated.write(staging.scratch / "generated-text", progress)
+    with console.progress_bar("Generating text", generated.n_tokens, quiet, unit="tokens") as progress:
+        generated_NT = generated.generate(staging.scratch / "generated-text", progress)
     recipe = replace(plan.recipe, text=text.with_generated(generated_NT))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 

@@ -7,7 +7,7 @@ import torch
 
 from convert.calibration.float32_weights import AnyMatrices, AnyWeights
 from convert.calibration.latent_weights import LatentWeights
-from convert.calibration.layer_output import outputs, squared_error
+from convert.calibration.layer_output import heads_and_targets, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
@@ -90,8 +90,8 @@ def refit_and_refine(
     """
 
     def refitted(attention: AnyMatrices) -> AnyMatrices:
-        answers = outputs(layer, to_weights(attention), range(layer.windows.n_windows))
-        return refit_output(attention, answers, layer.runnable.device)
+        samples = heads_and_targets(layer, to_weights(attention), range(layer.windows.n_windows))
+        return refit_output(attention, samples, layer.runnable.device)
 
     if recipe.refit:
         attention = refitted(attention)

@@ -1,4 +1,4 @@
-"""Let the model write its own calibration text: `--calibration self`.
+"""Let the model generate its own calibration text: `--calibration self`.
 
 A document begins with the beginning-of-text token and a random token of the vocabulary (as in LLM-QAT, Liu et al. 2023,
 arXiv:2305.17888, section 3.1). With a chat template, every other document begins instead with the template's tokens
@@ -51,7 +51,7 @@ _MARK = "\N{REPLACEMENT CHARACTER}words\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class TextGeneration:
-    """A request for text written by the model itself."""
+    """A request for text that the model generates itself."""
 
     checkpoint: Checkpoint
     bos_ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class TextGeneration:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, text: CalibrationText, seed: int, device: str = "cpu") -> "TextGeneration":
-        """Return the request for the windows of a calibration text that the model writes."""
+        """Return the request for the windows of a calibration text that the model generates."""
         return cls(checkpoint, text.bos_ids, len(text.generated), text.window_tokens, seed, device)
 
     @property
@@ -111,21 +111,21 @@ class TextGeneration:
                 "which needs one layer at a time, or convert where there is more memory."
             )
 
-    def write(self, folder: Path, advance: Advance) -> NDArray[np.int64]:
-        """Return the token ids that the model writes, [N, T]. `advance` counts tokens.
+    def generate(self, folder: Path, advance: Advance) -> NDArray[np.int64]:
+        """Return the token ids that the model generates, [N, T]. `advance` counts tokens.
 
         Raises CheckpointError if the model cannot be loaded, or its logits are not finite.
         """
         folder.mkdir(parents=True, exist_ok=True)
         starts = range(0, self.n_windows, self._rows)
         batches = {folder / f"batch-{number:04}.ids": start for number, start in enumerate(starts)}
-        unwritten = {file: start for file, start in batches.items() if not file.exists()}
-        advance(self.n_tokens - sum(self._rows_from(start) * self.window_tokens for start in unwritten.values()))
-        if unwritten:
+        missing = {file: start for file, start in batches.items() if not file.exists()}
+        advance(self.n_tokens - sum(self._rows_from(start) * self.window_tokens for start in missing.values()))
+        if missing:
             with out_of_memory_as_run_error(self.device):
-                writer = _Writer(self.checkpoint, self.bos_ids, self.device)
-                for file, start in unwritten.items():
-                    ids_BT = writer.write(self._rows_from(start), self.window_tokens, (self.seed, start), advance)
+                generator = _Generator(self.checkpoint, self.bos_ids, self.device)
+                for file, start in missing.items():
+                    ids_BT = generator.generate(self._rows_from(start), self.window_tokens, (self.seed, start), advance)
                     replace_file(file, ids_BT.tobytes())
         ids = [np.frombuffer(file.read_bytes(), np.int64) for file in batches]
         return np.concatenate(ids).reshape(self.n_windows, self.window_tokens)
@@ -146,7 +146,7 @@ class TextGeneration:
         return min(self._rows, self.n_windows - start)
 
 
-class _Writer:
+class _Generator:
     """A model in memory, and the tokens that its documents begin with."""
 
     def __init__(self, checkpoint: Checkpoint, first: Sequence[int], device: str) -> None:
@@ -166,7 +166,7 @@ class _Writer:
         self._vocabulary = [token for token in vocabulary if token < n_ids]
 
     @torch.inference_mode()
-    def write(self, n_rows: int, window_tokens: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
+    def generate(self, n_rows: int, window_tokens: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
         """Return `n_rows` rows of `window_tokens` tokens, [B, T]."""
         rng = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
@@ -194,7 +194,7 @@ class _Writer:
 
 
 class _Row:
-    """A window that is being written, from prompt tokens and tokens chosen by the model."""
+    """A window that is being generated, from prompt tokens and tokens chosen by the model."""
 
     def __init__(self, beginnings: Iterator[list[list[int]]], ends: frozenset[int]) -> None:
         self._beginnings, self._ends = beginnings, ends
@@ -204,21 +204,21 @@ class _Row:
 
     def next_token(self, chosen: int | None) -> int:
         """Return the next token. `chosen` is the model's choice, None at the beginning of the window."""
-        if not self._prompt and (chosen is None or self._length >= DOCUMENT_TOKENS):
-            self._begin()
-        elif not self._prompt and chosen in self._ends:
-            assert chosen is not None
-            if not self._parts:
-                self._begin()
-            self._prompt = [chosen, *(self._prompt or self._parts.pop(0))]
+        if not self._prompt:
+            if chosen is None or self._length >= DOCUMENT_TOKENS:
+                self._prompt = self._begin_document()
+            elif chosen in self._ends:
+                self._prompt = [chosen, *(self._parts.pop(0) if self._parts else self._begin_document())]
         self._length += 1
         following = self._prompt.pop(0) if self._prompt else chosen
         assert following is not None, "a document's prompt has at least one token"
         return following
 
-    def _begin(self) -> None:
-        self._prompt, *self._parts = next(self._beginnings)
+    def _begin_document(self) -> list[int]:
+        """Return the prompt that a new document begins with."""
+        prompt, *self._parts = next(self._beginnings)
         self._length = 0
+        return prompt
 
 
 def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
@@ -241,5 +241,5 @@ def _read_tokenizer(checkpoint: Checkpoint) -> tuple[tuple[tuple[int, ...], ...]
         console.warn("the chat template leaves out what a user says; no text begins with it.")
         return (), vocabulary
     before, between, _ = (tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in parts)
-    # The model itself writes the token that ends the user's message.
+    # The model itself generates the token that ends the user's message.
     return (before, between[1:] if between and between[0] in special else between), vocabulary

@@ -115,7 +115,7 @@ class HeadSums:
         cos_TR, sin_TR = runnable.rotation
         heads_NCKD = keys_NCF.reshape(*keys_NCF.shape[:2], -1, self._size)
         rotated_NCKD = rotate_first(heads_NCKD, cos_TR[at_N][:, None, None], -sin_TR[at_N][:, None, None])
-        return runnable.lengthen(rotated_NCKD, runnable.rotation_length).flatten(2)
+        return runnable.scale_rotated(rotated_NCKD, runnable.attention_scaling).flatten(2)
 
     def moments(self, outputs_HDD: np.ndarray, n_rotary_pairs: int) -> list[Moments]:
         """Return the moments of each group: means over the windows, of queries and raw keys over their tokens.

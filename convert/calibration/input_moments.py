@@ -25,10 +25,9 @@ KEYS_PER_HEAD_QUERY = 16
 class DrawnKeys:
     """Queries of one window, and the keys that were drawn for them."""
 
-    at_S: Tensor
-    """Positions of the queries."""
-    at_HSC: Tensor
-    """Positions of the keys, for each head."""
+    query_positions_S: Tensor
+    key_positions_HSC: Tensor
+    """For each head, those of the keys that were drawn for each query."""
 
 
 _FLOOR = 1e-6
@@ -56,7 +55,8 @@ class InputSums:
             at_S, weights_HST = self._draws.queries(q_THD, k_TKD)
             weights_NT = weights_HST.flatten(0, 1)
             drawn_NC = self._draws.keys(weights_NT, KEYS_PER_HEAD_QUERY)
-            self.drawn_keys.append(DrawnKeys(at_S.cpu(), drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_HEAD_QUERY)))
+            drawn_HSC = drawn_NC.view(*weights_HST.shape[:2], KEYS_PER_HEAD_QUERY)
+            self.drawn_keys.append(DrawnKeys(query_positions_S=at_S.cpu(), key_positions_HSC=drawn_HSC))
             mixed_NX = weights_NT @ x_TX
             self._tokens_XX += _products(x_TX, x_TX)
             self._attended_XX += _products(x_TX * weights_NT.mean(dim=0)[:, None], x_TX)

@@ -54,8 +54,8 @@ def solve_queries(
         x_TX = layer.inputs([window])[0]
         keys_TKD, shared_TZ = (x_TX @ keys_CX.T).view(len(x_TX), -1, size), x_TX @ shared_ZX.T
         for head in range(n_heads):
-            at_SC = drawn.at_HSC[head].to(device)
-            distance_SC = at_SC - drawn.at_S.to(device)[:, None]
+            at_SC = drawn.key_positions_HSC[head].to(device)
+            distance_SC = at_SC - drawn.query_positions_S.to(device)[:, None]
             key_SCD = _relative(keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)], distance_SC, own)
             shared_SCZ = shared_TZ[at_SC]
             rotated_SCR = _relative(shared_SCZ[..., : sizes.rope_dims], distance_SC, channels)

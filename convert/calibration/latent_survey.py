@@ -68,9 +68,8 @@ def _benefits(checkpoint: Checkpoint, conversion: LatentConversion, sums: InputS
     squared mean of exp(i f Δ) over the distances Δ that heads attend to.
     """
     powers_PK = pair_powers(conversion.read(checkpoint), sums.moments())
-    distances_HN = np.concatenate(
-        [(drawn.at_HSC - drawn.at_S[None, :, None]).flatten(1).numpy() for drawn in sums.drawn_keys], axis=1
-    )
+    distances = [drawn.key_positions_HSC - drawn.query_positions_S[None, :, None] for drawn in sums.drawn_keys]
+    distances_HN = np.concatenate([each_HSC.flatten(1).numpy() for each_HSC in distances], axis=1)
     means_PH = [np.exp(1j * frequency * distances_HN).mean(axis=1) for frequency in conversion.source_rope.frequencies]
     rotating_P = (1 - np.abs(means_PH) ** 2).mean(axis=1)
     benefits: Real = powers_PK / (powers_PK.sum() or 1.0) * rotating_P[:, None]

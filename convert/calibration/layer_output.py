@@ -22,7 +22,7 @@ def original_output(layer: CalibrationLayer, windows: list[int]) -> Tensor:
     return whole_BTM if bias_M is None else whole_BTM - bias_M
 
 
-def outputs(
+def heads_and_targets(
     layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Iterable[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each window the converted heads' outputs, [T, H·D], and the original layer's output, [T, M]."""

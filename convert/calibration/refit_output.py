@@ -59,17 +59,15 @@ class _Sums:
         return total
 
 
-def refit_output(
-    converted: AnyMatrices, answers: Iterator[tuple[Tensor, Tensor]], device: str | torch.device = "cpu"
-) -> AnyMatrices:
+def refit_output(converted: AnyMatrices, samples: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> AnyMatrices:
     """Return the layer with the output projection that has the least validation error.
 
-    `answers` yields for each window the converted heads' outputs [T, H·D] and the target output [T, M], without the
+    `samples` yields for each window the converted heads' outputs [T, H·D] and the target output [T, M], without the
     projection's bias, on `device`.
     """
-    old_CM = torch.from_numpy(join_heads(converted.o_HMD).T.copy()).to(float64_device(torch.device(device)))
+    old_CM = torch.from_numpy(join_heads(converted.o_HMD).T.copy()).to(float64_device(device))
     fit, validation = (_Sums(old_CM) for _ in range(2))
-    for window, (heads_TC, target_TM) in enumerate(answers):
+    for window, (heads_TC, target_TM) in enumerate(samples):
         (validation if is_validation_window(window) else fit).add(heads_TC, target_TM)
     best_CM, least = old_CM, validation.error(old_CM)
     for o_CM in _solutions(old_CM, fit):

@@ -35,12 +35,13 @@ def calibrate_merges_within_clip(
     """
     convert = partial(_merge, checkpoint, merges, advance)
     write_layers(checkpoint, merges, folder, advance, convert)
-    counts = [load_layer(merge, folder).cut for merge in merges]
-    n_cut, n_values = (sum(column) for column in zip(*counts, strict=True))
-    if n_cut == 0:
+    counts = [load_layer(merge, folder).clipped for merge in merges]
+    n_clipped, n_values = (sum(column) for column in zip(*counts, strict=True))
+    if n_clipped == 0:
         return ()
     clip = checks.short_repr(find_clip(checkpoint))
-    return (f"clip_qkv = {clip} cuts {n_cut:,} of {n_values:,} values of the merged layers on the calibration text.",)
+    of_all = f"{n_clipped:,} of {n_values:,} values"
+    return (f"clip_qkv = {clip} cuts {of_all} of the merged layers on the calibration text.",)
 
 
 def _merge(
@@ -55,9 +56,9 @@ def _merge(
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
     merged = attention_of(tensors, merge, merge.target)
     scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
-    cut = _heads(layer, head_weights(scaled))
+    clipped = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)
-    return replace(converted, cut=(cut.n_cut, cut.n_values))
+    return replace(converted, clipped=(clipped.n_clipped, clipped.n_values))
 
 
 def _heads(layer: CalibrationLayer, weights: HeadWeights | None) -> ClippedHeads:

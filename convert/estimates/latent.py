@@ -14,7 +14,12 @@ from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.refine import EVALUATIONS
-from convert.estimates.timing import FORWARDS_PER_TRAINED_TOKEN, fastest, solving_speed, writing_seconds
+from convert.estimates.timing import (
+    FORWARDS_PER_TRAINED_TOKEN,
+    fastest_seconds,
+    generation_seconds,
+    matmul_flops_per_second,
+)
 from convert.latent.frequencies import even_pair_indices, spacings
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
@@ -48,7 +53,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
         return 0.0
     with computing_on(recipe.device), torch.inference_mode():
         layer = _measure(checkpoint, plan)
-        writing = writing_seconds(plan, text.window_tokens * layer.run)
+        writing = generation_seconds(plan, text.window_tokens * layer.run)
     validation = text.n_tokens / VALIDATION_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(validation, MAX_COMPARISON_TOKENS) + text.n_tokens
     if recipe.refine:
@@ -96,8 +101,8 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     n_tokens, device = len(batch) * text.window_tokens, plan.recipe.device
     return _Measured(
         load=load,
-        run=fastest(run, device) / n_tokens,
-        output=fastest(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T, device) / n_tokens,
-        queries=fastest(lambda: solve_queries(layer, before, latent, target, drawn_keys), device),
-        solving=_DECOMPOSITIONS * sizes.hidden_size**3 / solving_speed(),
+        run=fastest_seconds(run, device) / n_tokens,
+        output=fastest_seconds(lambda: weights.heads_out(x_BTM) @ weights.o_MC.T, device) / n_tokens,
+        queries=fastest_seconds(lambda: solve_queries(layer, before, latent, target, drawn_keys), device),
+        solving=_DECOMPOSITIONS * sizes.hidden_size**3 / matmul_flops_per_second(),
     )

@@ -17,10 +17,10 @@ from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import BLOCK
 from convert.estimates.timing import (
     FORWARDS_PER_TRAINED_TOKEN,
-    fastest,
-    layer_weights,
-    solving_speed,
-    writing_seconds,
+    fastest_seconds,
+    generation_seconds,
+    matmul_flops_per_second,
+    mean_layer_parameters,
 )
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.layers.runnable_layer import HeadWeights
@@ -45,7 +45,7 @@ class _Measured:
     """With its moments."""
     output: float
     """The attention with merged heads, and the sums to refit it."""
-    solving_speed: float
+    matmul_flops_per_second: float
 
 
 def merge_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
@@ -55,7 +55,7 @@ def merge_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     device = plan.recipe.device
     with computing_on(device), torch.inference_mode():
         measured = _measure(checkpoint, plan)
-        writing = writing_seconds(plan, measured.run)
+        writing = generation_seconds(plan, measured.run)
     return len(plan.conversions) * _layer_seconds(plan, measured) + writing
 
 
@@ -70,7 +70,7 @@ def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     if recipe.refine:
         outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window_tokens
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.
-    solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.solving_speed
+    solving = 80 * plan.n_kv_heads * _width(plan) ** 3 / measured.matmul_flops_per_second
     return measured.load + text.n_windows * measured.run + outputs * measured.output + solving
 
 
@@ -83,7 +83,7 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     """Run the first layer on random states, of a window or, for a large layer, of its beginning."""
     text, geometry = plan.recipe.text, plan.geometry
     assert text is not None
-    length = min(text.window_tokens, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * layer_weights(plan)))))
+    length = min(text.window_tokens, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * mean_layer_parameters(plan)))))
     layers = open_layers(checkpoint, length, plan.recipe.device)
     started = time.perf_counter()
     runnable = layers.load(0)
@@ -103,11 +103,11 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
         return power_CN, out_TC.T @ layer.on_device(states_NTM)[0]
 
     device = plan.recipe.device
-    run = fastest(lambda: runnable.run(layer.on_device(states_NTM), lambda heads: None), device)
-    with_moments = fastest(lambda: runnable.run(layer.on_device(states_NTM), sums.add), device)
+    run = fastest_seconds(lambda: runnable.run(layer.on_device(states_NTM), lambda heads: None), device)
+    with_moments = fastest_seconds(lambda: runnable.run(layer.on_device(states_NTM), sums.add), device)
     run += times_longer * max(0.0, with_moments - run)
     whole = text.window_tokens / length
-    return _Measured(load, whole * run, whole * fastest(output, device), solving_speed())
+    return _Measured(load, whole * run, whole * fastest_seconds(output, device), matmul_flops_per_second())
 
 
 def _random_weights(plan: MergePlan) -> HeadWeights:

@@ -24,7 +24,7 @@ class ConvertedLayer:
 
     tensors: dict[str, Array]
     reports: dict[str, list[GroupReport]]
-    cut: tuple[int, int] = (0, 0)
+    clipped: tuple[int, int] = (0, 0)
     """How many queries, keys and values of the calibration text the model's clip cuts, and how many there are; zeros
     where they were not counted."""
 

@@ -109,7 +109,7 @@ def half_split_order(head_dim: int, n_rotary_pairs: int, pairing: Literal["half"
     return order
 
 
-def over_pairs(reduce: Callable[..., Real], values_HD: Real, n_rotary_pairs: int) -> Real:
+def reduce_pairs(reduce: Callable[..., Real], values_HD: Real, n_rotary_pairs: int) -> Real:
     """Return the values with `reduce` (`np.mean`, `np.max`) of each RoPE pair in place of its two dimensions."""
     pairs_H2P = values_HD[:, : 2 * n_rotary_pairs].reshape(len(values_HD), 2, n_rotary_pairs)
     reduced_HD = values_HD.copy()
@@ -122,4 +122,4 @@ def pair_means(weights_HD: Real, n_rotary_pairs: int) -> Real:
 
     A norm after rotation keeps logits a function of distance only with such weights.
     """
-    return over_pairs(np.mean, weights_HD, n_rotary_pairs)
+    return reduce_pairs(np.mean, weights_HD, n_rotary_pairs)

@@ -25,7 +25,7 @@ def save_layer(layer: ConvertedLayer, conversion: LayerConversion, folder: Path)
         text = json.dumps({name: [asdict(report) for report in reports] for name, reports in layer.reports.items()})
         arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
         forms = json.dumps({name: [values.dtype.name, values.shape] for name, values in layer.tensors.items()})
-        np.savez(file, reports=np.array(text), forms=np.array(forms), cut=np.array(layer.cut), **arrays)
+        np.savez(file, reports=np.array(text), forms=np.array(forms), clipped=np.array(layer.clipped), **arrays)
     sync_file(partial)
     partial.rename(folder / conversion.file)
 
@@ -44,7 +44,7 @@ def load_layer(conversion: LayerConversion, folder: Path) -> ConvertedLayer:
         # numpy would leave a damaged file open.
         with _READING, path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
-            n_cut, n_values = map(int, file["cut"])
+            n_clipped, n_values = map(int, file["clipped"])
             dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
             tensors = {
                 name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in conversion.tensors
@@ -54,4 +54,4 @@ def load_layer(conversion: LayerConversion, folder: Path) -> ConvertedLayer:
             left.unlink(missing_ok=True)
         raise RunError(f"{path} is damaged ({error!r}); the same command computes it again") from error
     groups = {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
-    return ConvertedLayer(tensors, groups, (n_cut, n_values))
+    return ConvertedLayer(tensors, groups, (n_clipped, n_values))

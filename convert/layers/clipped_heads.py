@@ -1,4 +1,4 @@
-"""Observe how much of a layer's heads the class's clip cuts (`clip_qkv` of OLMo and MPT).
+"""Observe how much of a layer's heads the class clips (`clip_qkv` of OLMo and MPT).
 
 The letters are those of `runnable_layer`.
 """
@@ -10,19 +10,19 @@ from convert.merging.clipping import HeadMaxima
 from model.common.errors import CheckpointError
 from model.decoder.devices import to_float64
 
-_CUT = 1e-2
+_MAX_CLIPPED = 1e-2
 """Maximum relative change of queries, keys or values by the clip: a merge treats them as linear in their inputs."""
 
 
 class ClippedHeads:
-    """What a clip cuts of a layer's queries, keys and values, summed over batches."""
+    """How much of a layer's queries, keys and values is clipped, summed over batches."""
 
     def __init__(self, clip: float) -> None:
         self.clip = clip
-        self.n_cut, self.n_values = 0, 0
+        self.n_clipped, self.n_values = 0, 0
         """Numbers beyond the clip, and all numbers."""
         self._largest: list[Tensor] = []
-        self._cut_power, self._power = [0.0] * 3, [0.0] * 3
+        self._clipped_power, self._power = [0.0] * 3, [0.0] * 3
 
     def add(self, heads: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add a batch of queries, keys and values, [B, T, heads, D]."""
@@ -31,9 +31,9 @@ class ClippedHeads:
         self._largest = [torch.maximum(*pair) for pair in zip(known, largest, strict=True)]
         for i, heads_BTHD in enumerate(heads):
             beyond_BTHD = (heads_BTHD.abs() - self.clip).clamp(min=0)
-            self.n_cut += int(beyond_BTHD.count_nonzero())
+            self.n_clipped += int(beyond_BTHD.count_nonzero())
             self.n_values += beyond_BTHD.numel()
-            self._cut_power[i] += float(to_float64(beyond_BTHD).square().sum())
+            self._clipped_power[i] += float(to_float64(beyond_BTHD).square().sum())
             self._power[i] += float(to_float64(heads_BTHD).square().sum())
 
     @property
@@ -43,8 +43,10 @@ class ClippedHeads:
 
     def check(self, index: int, where: str) -> None:
         """Raise CheckpointError if the clip changes the heads of layer `index` too much for a merge."""
-        if any(cut > _CUT**2 * power for cut, power in zip(self._cut_power, self._power, strict=True)):
+        counts = f"{self.n_clipped:,} of {self.n_values:,}"
+        powers = zip(self._clipped_power, self._power, strict=True)
+        if any(clipped > _MAX_CLIPPED**2 * power for clipped, power in powers):
             raise CheckpointError(
-                f"layer {index}: clip_qkv = {self.clip:g} cuts {self.n_cut:,} of {self.n_values:,} queries, keys and "
-                f"values {where}, which a merge by linear maps cannot follow; use --method mean."
+                f"layer {index}: clip_qkv = {self.clip:g} cuts {counts} queries, keys and values {where}, which a "
+                "merge by linear maps cannot follow; use --method mean."
             )

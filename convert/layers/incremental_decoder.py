@@ -35,7 +35,7 @@ class IncrementalDecoder(ABC):
         """Append one token to each text. Return the logits of the next one, [B, V], float32 on the CPU."""
 
 
-def check_writes_text(checkpoint: Checkpoint) -> None:
+def check_can_generate(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedMethodError for an encoder-decoder, which continues no text.
 
     Raises CheckpointError if a tensor is missing or left over.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from convert.layers.runnable_layer import RunnableLayer
 from model.checkpoint import Checkpoint
@@ -30,6 +30,38 @@ def embedding_rows(checkpoint: Checkpoint, name: str, ids: Tensor) -> tuple[Tens
     ids_V, rows = torch.unique(ids, return_inverse=True)
     read = [checkpoint.rows(name, i, i + 1) for i in ids_V.tolist()]
     return torch.from_numpy(np.concatenate(read).astype(np.float32)), rows
+
+
+class StopForwardError(Exception):
+    """Raised to end a forward pass where the rest is not needed."""
+
+
+@contextmanager
+def recorded_inputs(module: nn.Module, stop: bool = False) -> Iterator[list[Tensor]]:
+    """Append the first argument of each call of a module to the list. With `stop`, end the forward pass there."""
+    inputs: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
+        if stop:
+            raise StopForwardError
+
+    hook = module.register_forward_pre_hook(record)
+    try:
+        yield inputs
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def recorded_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Append the output of each call of a module to the list."""
+    outputs: list[Tensor] = []
+    hook = module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 class ObservedLayer(RunnableLayer):

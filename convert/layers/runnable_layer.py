@@ -68,8 +68,8 @@ class RunnableLayer(ABC):
     head_dim: int
     rotation: tuple[Tensor, Tensor] | None
     """Cosines and sines [T, R] of the first R dimensions of a head, dimension i with i + R/2; None for no rotation."""
-    rotation_length: float = 1.0
-    """The factor by which the model lengthens rotated dimensions beside `rotation` (RoPE's `attention_scaling`)."""
+    attention_scaling: float = 1.0
+    """RoPE's factor of rotated dimensions, which is not in `rotation`."""
     output_bias: Tensor | None
     """The bias of the output projection, [M]."""
     clip: float | None = None
@@ -109,9 +109,10 @@ class RunnableLayer(ABC):
         if self.rotation is None:
             return heads_BTHD
         cos_TR, sin_TR = self.rotation
-        return self.lengthen(rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None]), 1 / self.rotation_length)
+        unrotated_BTHD = rotate_first(heads_BTHD, cos_TR[:, None], -sin_TR[:, None])
+        return self.scale_rotated(unrotated_BTHD, 1 / self.attention_scaling)
 
-    def lengthen(self, heads_BTHD: Tensor, factor: float) -> Tensor:
+    def scale_rotated(self, heads_BTHD: Tensor, factor: float) -> Tensor:
         """Multiply the rotated dimensions of heads."""
         if self.rotation is None or factor == 1:
             return heads_BTHD

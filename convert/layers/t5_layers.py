@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from convert.layers.observed_layer import ObservedLayer, embedding_rows, refusing_to_run
+from convert.layers.observed_layer import (
+    ObservedLayer,
+    embedding_rows,
+    recorded_inputs,
+    recorded_outputs,
+    refusing_to_run,
+)
 from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights, ModelLayers
 from model.checkpoint import Checkpoint
 from model.common import checks
@@ -141,38 +147,28 @@ class T5Sublayer(ObservedLayer):
         return torch.cat([encoded_BEM, self._sublayer.layer_norm(states_BAM)], dim=1)
 
     def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
-        attended: list[Tensor] = []
-
         def observe(call: ObservedCall) -> None:
             q_BAHD, k_BSKD, v_BSKD = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v))
             self.check_finite(q_BAHD, k_BSKD, v_BSKD)
             observer(HeadStates(q_BAHD, q_BAHD, k_BSKD, v_BSKD))
 
         encoded_BEM, states_BAM = states_BTM.tensor_split([self._n_encoded], dim=1)
-        hook = self._attention.o.register_forward_hook(lambda module, args, out: attended.append(out))
-        try:
-            with self._observing(observe):
-                next_BAM = self._sublayer(states_BAM, **self._arguments(encoded_BEM))[0]
-        finally:
-            hook.remove()
+        with recorded_outputs(self._attention.o) as attended, self._observing(observe):
+            next_BAM = self._sublayer(states_BAM, **self._arguments(encoded_BEM))[0]
         if self._feed_forward is not None:
             next_BAM = self._feed_forward(next_BAM)
         self.check_finite(next_BAM)
         return self._after_encoder(attended[0]), torch.cat([encoded_BEM, next_BAM], dim=1)
 
     def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
-        mixed: list[Tensor] = []
         parameters = {
             "q.weight": weights.q_CX,
             "k.weight": self._repeated(weights.k_CX),
             "v.weight": self._repeated(weights.v_CX),
         }
         encoded_BEM, x_BAM = x_BTM.tensor_split([self._n_encoded], dim=1)
-        hook = self._attention.o.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
-        try:
+        with recorded_inputs(self._attention.o) as mixed:
             functional_call(self._attention, parameters, (x_BAM,), self._arguments(encoded_BEM))
-        finally:
-            hook.remove()
         return self._after_encoder(mixed[0])
 
     def _after_encoder(self, x_BAM: Tensor) -> Tensor:

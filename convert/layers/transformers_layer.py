@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from convert.layer_tensors.head_matrices import half_split_order
-from convert.layers.observed_layer import ObservedLayer
+from convert.layers.observed_layer import ObservedLayer, StopForwardError, recorded_inputs, recorded_outputs
 from convert.layers.runnable_layer import HeadObserver, HeadStates, HeadWeights
 from convert.layers.transformers_norms import TransformersNorms
 from model.attention_layout import Kind, projections
@@ -31,10 +31,6 @@ KINDS: tuple[Kind, ...] = ("q", "k", "v")
 
 Arguments = dict[str, Any]
 """The arguments of a layer, or of its attention, by name, but for the states."""
-
-
-class StopForwardError(Exception):
-    """Raised to end a forward pass where the rest is not needed."""
 
 
 @contextmanager
@@ -96,14 +92,13 @@ class TransformersLayer(ObservedLayer):
             raise CheckpointError(
                 f"layer {index} has no causal mask (is_causal, use_bidirectional_attention), which calibrating needs."
             )
-        self.rotation = self._rotation()
+        self.rotation, self.attention_scaling = self._read_rotation()
         self._check_heads()
 
     def inputs(self, states_BTM: Tensor) -> Tensor:
         return self._until_attention(states_BTM)[0]
 
     def run(self, states_BTM: Tensor, observer: HeadObserver) -> tuple[Tensor, Tensor]:
-        attended: list[Tensor] = []
         scales_BTK = (
             None if self._norms is None else self._norms.key_scales(self._projected(self.inputs(states_BTM), "k"))
         )
@@ -114,31 +109,17 @@ class TransformersLayer(ObservedLayer):
             self.check_finite(rotated_q_BTHD, rotated_k_BTKD, v_BTKD)
             observer(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTKD, v_BTKD, scales_BTK))
 
-        hook = self._output.register_forward_hook(lambda module, args, out: attended.append(out))
-        try:
-            with self._observing(observe):
-                result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
-        finally:
-            hook.remove()
+        with recorded_outputs(self._output) as attended, self._observing(observe):
+            result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         next_BTM: Tensor = result[0] if isinstance(result, tuple) else result
         self.check_finite(next_BTM)
         return attended[0], next_BTM
 
     def heads_out(self, weights: HeadWeights, x_BTM: Tensor) -> Tensor:
-        out: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            out.append(args[0])
-            raise StopForwardError
-
         call = self._attention_call(len(x_BTM))
-        hook = self._output.register_forward_pre_hook(stop)
-        try:
-            with self._unclipped(), suppress(StopForwardError):
-                functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
-        finally:
-            hook.remove()
-        return out[0]
+        with recorded_inputs(self._output, stop=True) as mixed, self._unclipped(), suppress(StopForwardError):
+            functional_call(self._attention, self._parameters(weights), (), {**call, "hidden_states": x_BTM})
+        return mixed[0]
 
     def unclipped_heads(self, weights: HeadWeights | None, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         received: list[ObservedCall] = []
@@ -208,20 +189,21 @@ class TransformersLayer(ObservedLayer):
         heads_BTHD = getattr(call, kind)[..., self._order].transpose(1, 2)
         return heads_BTHD if self._norms is None else self._norms.with_pair_means(kind, heads_BTHD)
 
-    def _rotation(self) -> tuple[Tensor, Tensor] | None:
-        """Return the cosines and sines of the class's rotary embedding, [T, R], of length 1 (`attention_scaling`)."""
+    def _read_rotation(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
+        """Return the cosines and sines of the class's rotary embedding, [T, R], and the factor that was in both."""
         if not self._n_rotated:
-            return None
+            return None, 1.0
         n_pairs = self._n_rotated // 2
         cos_TR, sin_TR = (x[0].float() for x in self._attention_call(1)["position_embeddings"])
         if cos_TR.shape[1] == self._n_rotated:  # each pair's angle twice: side by side, or in the two halves
             step = 2 if torch.equal(cos_TR[:, 0::2], cos_TR[:, 1::2]) and n_pairs > 1 else 1
             cos_TR, sin_TR = (x[:, ::step][:, :n_pairs] for x in (cos_TR, sin_TR))
         length_TR = torch.hypot(cos_TR, sin_TR)
-        norms = self._norms
-        self.rotation_length = 1.0 if norms is not None and norms.after_rotation else float(length_TR.mean())
+        # Norms after rotation take the factor away again.
+        is_normalised = self._norms is not None and self._norms.after_rotation
         sign = -1 if self._rotates_back else 1
-        return (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
+        rotation = (cos_TR / length_TR).repeat(1, 2), (sign * sin_TR / length_TR).repeat(1, 2)
+        return rotation, 1.0 if is_normalised else float(length_TR.mean())
 
     def _check_heads(self) -> None:
         """Raise CheckpointError unless the class computes queries, keys, values and attention as this module does.
@@ -233,14 +215,10 @@ class TransformersLayer(ObservedLayer):
         received: list[ObservedCall] = []
         generator = torch.Generator().manual_seed(0)
         x_1TM = torch.randn(1, self._length, self._hidden_size, generator=generator, device="cpu").to(self.device)
-        mixed: list[Tensor] = []
-        hook = self._output.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))
-        try:
+        observing = observe_attention(self._model_type, self._attention, received.append)
+        with recorded_inputs(self._output) as mixed, self._unclipped(), observing:
             for arguments in calls:
-                with self._unclipped(), observe_attention(self._model_type, self._attention, received.append):
-                    self._attention(**{**arguments, "hidden_states": x_1TM})
-        finally:
-            hook.remove()
+                self._attention(**{**arguments, "hidden_states": x_1TM})
         if len(received) < len(calls):
             raise no_attention_function(self._model_type)
         rotated, plain = received[0], received[-1]

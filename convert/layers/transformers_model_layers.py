@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from convert.calibration_text.read import LONGEST_WINDOW
 from convert.layers.clipped_heads import ClippedHeads
-from convert.layers.observed_layer import embedding_rows, refusing_to_run
+from convert.layers.observed_layer import StopForwardError, embedding_rows, refusing_to_run
 from convert.layers.runnable_layer import ModelLayers
-from convert.layers.transformers_layer import Arguments, StopForwardError, TransformersLayer, recording
+from convert.layers.transformers_layer import Arguments, TransformersLayer, recording
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
 from model.decoder.devices import find_device

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.layer_tensors.head_matrices import HeadMatrices, Real, over_pairs
+from convert.layer_tensors.head_matrices import HeadMatrices, Real, reduce_pairs
 from model.checkpoint import Checkpoint
 from model.families import find_family
 
@@ -46,7 +46,7 @@ def scale_into_clip(attention: HeadMatrices, merged: HeadMaxima, source: HeadMax
     limits = (_group_maxima(each_HD, n_groups).max(axis=1) for each_HD in (source.q_HD, source.k_KD, source.v_KD))
     q_limit_G1, k_limit_G1, v_limit_G1 = (np.minimum(limit_G, clip)[:, None] for limit_G in limits)
     q_GD, k_GD = (
-        _group_maxima(over_pairs(np.max, each_HD, attention.n_rotary_pairs), n_groups)
+        _group_maxima(reduce_pairs(np.max, each_HD, attention.n_rotary_pairs), n_groups)
         for each_HD in (merged.q_HD, merged.k_KD)
     )
     too_large_GD = ((q_GD > q_limit_G1) | (k_GD > k_limit_G1)) & (q_GD > 0) & (k_GD > 0)

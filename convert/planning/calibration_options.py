@@ -35,7 +35,7 @@ def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[Cali
     """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
     try:
         from convert.calibration.generated_text import TextGeneration
-        from convert.layers.incremental_decoder import check_writes_text
+        from convert.layers.incremental_decoder import check_can_generate
         from convert.layers.layer_stream import check_tokens, open_checked
     except ImportError as error:
         raise UnsupportedMethodError(NO_TORCH) from error
@@ -43,7 +43,7 @@ def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[Cali
     name = SHIPPED if options.calibration is None else options.calibration
     n_tokens = options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
-        check_writes_text(checkpoint)
+        check_can_generate(checkpoint)
     text = read_calibration_text(checkpoint, name, n_tokens)
     check_tokens(layers, text)
     if text.generated:

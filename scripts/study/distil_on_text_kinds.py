@@ -76,8 +76,8 @@ def text_of(kind: str, parent: Path, text_kinds: Path, work: Path) -> Path:
 
         with open_checkpoint(parent) as checkpoint:
             text = read_calibration_text(checkpoint, SELF, OWN_TOKENS)
-            writing = TextGeneration.of(checkpoint, text, seed=1)
-            ids_NT = writing.write(work / "generated-text", lambda n: None)
+            generation = TextGeneration.of(checkpoint, text, seed=1)
+            ids_NT = generation.generate(work / "generated-text", lambda n: None)
         replace_file(own, "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids_NT).encode())
     return own
 

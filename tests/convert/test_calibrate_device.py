@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration import convert_layers
-from convert.estimates.timing import fastest
+from convert.estimates.timing import fastest_seconds
 
 DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
@@ -78,7 +78,7 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
     ("work", "options"),
     [
         ("convert.estimates.merge._measure", FIT),
-        ("convert.calibration.generated_text._Writer", ("--calibration", "self", *FIT)),
+        ("convert.calibration.generated_text._Generator", ("--calibration", "self", *FIT)),
     ],
 )
 def test_too_little_memory_before_the_first_layer(convert, parent, tmp_path, monkeypatch, work, options):
@@ -95,7 +95,7 @@ def test_times_wait_for_the_device(monkeypatch):
     """A GPU works on after its operations were queued."""
     waits = []
     monkeypatch.setattr(torch, "ones", lambda *shape, device: waits.append(device) or 1.0)
-    assert fastest(lambda: time.sleep(0.01), "cuda:1") >= 0.01
+    assert fastest_seconds(lambda: time.sleep(0.01), "cuda:1") >= 0.01
     assert waits == ["cuda:1"] * 3
 
 

@@ -52,7 +52,7 @@ def kept(out):
 def written(folder, n_windows=6, first=(), seed=0, scratch="scratch"):
     with open_checkpoint(folder) as checkpoint:
         text = generated_text.TextGeneration(checkpoint, first, n_windows, 64, seed)
-        return text.write(folder.parent / scratch, lambda n: None)
+        return text.generate(folder.parent / scratch, lambda n: None)
 
 
 def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
@@ -168,15 +168,15 @@ def check_continued(convert, tmp_path, monkeypatch):
         monkeypatch.setattr(generated_text, "BATCH_ROWS", 5)
         command = (*options, "--calibration", "self")
         convert("mha-to-gqa", source, tmp_path / "whole", *command).succeeded()
-        write, batches = generated_text._Writer.write, []
+        generate, batches = generated_text._Generator.generate, []
 
         def fail_at_third_batch(self, *given):
             if len(batches) == 2:
                 raise OSError("no space left")
             batches.append(given)
-            return write(self, *given)
+            return generate(self, *given)
 
-        monkeypatch.setattr(generated_text._Writer, "write", fail_at_third_batch)
+        monkeypatch.setattr(generated_text._Generator, "generate", fail_at_third_batch)
         assert convert("mha-to-gqa", source, tmp_path / "out", *command).code == 1
         batches.clear()
         convert("mha-to-gqa", source, tmp_path / "out", *command).succeeded()

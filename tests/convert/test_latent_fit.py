@@ -260,8 +260,8 @@ def test_the_queries_are_the_least_squares_solution(source, tmp_path):
 
         for window, drawn in drawn_keys:
             x = layer.inputs([window])[0].double().numpy()
-            at = drawn.at_HSC[head].numpy()
-            distance = at - drawn.at_S.numpy()[:, None]
+            at = drawn.key_positions_HSC[head].numpy()
+            distance = at - drawn.query_positions_S.numpy()[:, None]
             feature = [rotate(fitted.key_RX, x[at], distance, channels), x[at] @ fitted.latent_LX.T]
             features.append(np.concatenate(feature, axis=-1))
             targets.append(rotate(before.k_KDX[head], x[at], distance, own))

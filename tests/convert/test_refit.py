@@ -12,6 +12,7 @@ from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12
+CPU = torch.device("cpu")
 
 
 def layer(rng) -> HeadMatrices:
@@ -38,7 +39,7 @@ def test_refit_finds_the_true_projection(noise):
     rng = np.random.default_rng(0)
     merged, truth = layer(rng), rng.normal(size=(HIDDEN, N_HEADS * HEAD_DIM))
     samples = list(windows(rng, lambda i, h: h @ truth.T + noise * rng.normal(size=(WINDOW, HIDDEN))))
-    fitted = projection(refit_output(merged, answers(samples)))
+    fitted = projection(refit_output(merged, answers(samples), CPU))
     fit = [pair for pair in samples if pair[0] % VALIDATION_EVERY != VALIDATION_EVERY - 1]
     x, y = (np.concatenate([pair[i] for pair in fit]) for i in (1, 2))
     old = projection(merged)
@@ -60,13 +61,13 @@ def test_refit_without_held_out_gain_is_dropped():
     def target(index, heads):
         return heads @ (old - other if index % VALIDATION_EVERY == VALIDATION_EVERY - 1 else old + other).T
 
-    assert refit_output(merged, answers(windows(rng, target))) is merged
+    assert refit_output(merged, answers(windows(rng, target)), CPU) is merged
 
 
 def test_refit_changes_only_the_output_projection():
     rng = np.random.default_rng(2)
     merged = layer(rng)
-    fitted = refit_output(merged, answers(windows(rng, lambda i, h: h[:, :HIDDEN] * 2)))
+    fitted = refit_output(merged, answers(windows(rng, lambda i, h: h[:, :HIDDEN] * 2)), CPU)
     assert fitted is not merged
     assert not np.array_equal(fitted.o_HMD, merged.o_HMD)
     others = {field.name for field in fields(merged)} - {"o_HMD"}

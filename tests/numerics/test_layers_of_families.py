@@ -155,9 +155,9 @@ def test_what_is_seen_is_what_the_whole_model_computes(tmp_path, family, changes
             q, k, v = plain.heads(index, layer.head_dim)
             seen_k = seen[0].rotated_k_BTKD
             # gpt-oss uses YaRN, which makes queries and keys longer as it rotates them.
-            assert (layer.rotation_length > 1.2) == (family == "gpt_oss")
+            assert (layer.attention_scaling > 1.2) == (family == "gpt_oss")
             if layer.rotation is not None:
-                cos_TR, sin_TR = (x / layer.rotation_length for x in layer.rotation)
+                cos_TR, sin_TR = (x / layer.attention_scaling for x in layer.rotation)
                 seen_k = rotate_first(seen_k, cos_TR[:, None], -sin_TR[:, None])
             assert_close(seen[0].q_BTHD, half_split(q, family, n_rotated))
             assert_close(seen_k, half_split(k, family, n_rotated))
