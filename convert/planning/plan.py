@@ -109,8 +109,8 @@ class Plan(ABC):
         return [heads for output in self.computed.values() for heads in output.reported]
 
     def in_layer(self, name: str) -> bool:
-        """Return whether a tensor belongs to one of the layers."""
-        return f".{self.geometry.family.names.layers}." in f".{name}"
+        """Return whether a tensor belongs to one of the layers, and not to an encoder or a vision tower."""
+        return name.startswith(self.geometry.attention.layer_prefixes)
 
     def workers(self, requested: int) -> int:
         """Return the number of workers: fewer than requested if their merges exceed MERGE_MEMORY."""
