@@ -62,7 +62,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
+    sizes = choose_sizes(geometry, recipe.kv_lora_rank, recipe.qk_rope_head_dim, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
     if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
@@ -171,11 +171,11 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
     if sizes.norm == "eps":
         yield "open the output in bfloat16 or float32: in float16 it computes NaN (--latent-norm bias does not)."
     if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope_dims}" for latent, rope_dims in FAST_KERNEL_SIZES)
+        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
         yield (
-            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope_dims}. "
-            "On a GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs "
-            "VLLM_MLA_DISABLE=1, and caches full keys and values."
+            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.kv_lora_rank} + "
+            f"{sizes.qk_rope_head_dim}. On a GPU its Triton kernel takes any size (read in its source, not run). On a "
+            "CPU it needs VLLM_MLA_DISABLE=1, and caches full keys and values."
         )
     # On a text, the frequencies are chosen later.
     if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":
