@@ -122,7 +122,7 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale:
             computed[name] = OutputTensor(TensorInfo(name, dtype, shape), layer=layer)
     written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
     factors = dict.fromkeys((EMBEDDING, *written), scale)
-    replaced = {name for layer in layers for name in layer.source}
+    replaced = {name for layer in layers for name in layer.source_projections}
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
     if LM_HEAD not in checkpoint.tensors:
         kept[LM_HEAD] = replace(checkpoint.tensors[EMBEDDING], name=LM_HEAD)
@@ -142,7 +142,7 @@ def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dic
     """Return the tensors of the output that take the place of the source's, by the source's names."""
     replaced: dict[str, tuple[str, ...]] = {name: () for name in checkpoint.tensors if is_rope_buffer(name)}
     for layer in layers:
-        query, key, value, output = layer.source
+        query, key, value, output = layer.source_projections
         q, kv_a, norm, kv_b, o, *biases = layer.tensors
         kv_a_bias, o_bias = (biases[:1], biases[1:])
         replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}

@@ -105,9 +105,9 @@ class Plan(ABC):
         return states + sum(self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensors)
 
     @property
-    def reported(self) -> list[Heads]:
+    def reported_heads(self) -> list[Heads]:
         """All merged heads, in the order of layers."""
-        return [heads for output in self.computed.values() for heads in output.reported]
+        return [heads for output in self.computed.values() for heads in output.reported_heads]
 
     def in_layer(self, name: str) -> bool:
         """Return whether a tensor belongs to one of the layers, and not to an encoder or a vision tower."""
