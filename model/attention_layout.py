@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -236,7 +237,7 @@ class ModelLayout:
     positions: tuple[tuple[str, int], ...]
     """Per layer and entry of `LayerLayout.heads` that it has: prefix of the tensor names, and index of the entry."""
 
-    @property
+    @cached_property
     def layer_prefixes(self) -> tuple[str, ...]:
         """The beginnings of the layers' tensor names, in order."""
         return tuple(dict.fromkeys(prefix for prefix, _ in self.positions))

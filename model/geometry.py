@@ -87,8 +87,9 @@ def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
             geometry.n_layers, geometry.n_heads, geometry.n_kv_heads, geometry.head_dim, geometry.hidden_size
         )
     keys = ("num_hidden_layers", "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "hidden_size")
-    n_layers, n_heads, nope, rope, hidden_size = (_positive(config, key) for key in keys)
-    return ModelSizes(n_layers, n_heads, n_heads, nope + rope, hidden_size, (_positive(config, "kv_lora_rank"), rope))
+    n_layers, n_heads, qk_nope_head_dim, qk_rope_head_dim, hidden_size = (_positive(config, key) for key in keys)
+    latent = (_positive(config, "kv_lora_rank"), qk_rope_head_dim)
+    return ModelSizes(n_layers, n_heads, n_heads, qk_nope_head_dim + qk_rope_head_dim, hidden_size, latent)
 
 
 def read_geometry(checkpoint: Checkpoint) -> Geometry:

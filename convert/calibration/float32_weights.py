@@ -86,7 +86,7 @@ def converted_weights(conversion: LayerConversion, tensors: dict[str, Real]) -> 
     if isinstance(conversion, LatentConversion):
         return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_C)
     assert isinstance(conversion, LayerMerge)
-    return head_weights(attention_of(tensors, conversion, conversion.target))
+    return head_weights(attention_of(tensors, conversion, conversion.output_heads))
 
 
 def with_output(matrices: AnyMatrices, o_MC: Real) -> AnyMatrices:

@@ -58,8 +58,8 @@ def solve_queries(
             distance_SC = at_SC - drawn.query_positions_S.to(device)[:, None]
             key_SCD = _relative(keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)], distance_SC, own)
             shared_SCZ = shared_TZ[at_SC]
-            rotated_SCR = _relative(shared_SCZ[..., : sizes.rope_dims], distance_SC, channels)
-            features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.rope_dims :]], dim=-1))
+            rotated_SCR = _relative(shared_SCZ[..., : sizes.qk_rope_head_dim], distance_SC, channels)
+            features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.qk_rope_head_dim :]], dim=-1))
             power_HZZ[head] += to_float64(features_NZ.T @ features_NZ)
             cross_HZD[head] += to_float64(features_NZ.T @ _centred(key_SCD))
     diagonal_HZ = power_HZZ.diagonal(dim1=1, dim2=2)
@@ -67,8 +67,8 @@ def solve_queries(
     read_HZD = torch.linalg.solve(power_HZZ, cross_HZD).cpu().numpy()
     q_HDX = latent.q_HNX[:, :size]
     k_HNL = np.zeros_like(latent.k_HNL)
-    k_HNL[:, :size] = read_HZD[:, sizes.rope_dims :].swapaxes(1, 2)
-    return replace(latent, q_HRX=read_HZD[:, : sizes.rope_dims] @ q_HDX, k_HNL=k_HNL)
+    k_HNL[:, :size] = read_HZD[:, sizes.qk_rope_head_dim :].swapaxes(1, 2)
+    return replace(latent, q_HRX=read_HZD[:, : sizes.qk_rope_head_dim] @ q_HDX, k_HNL=k_HNL)
 
 
 def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_P: Tensor) -> Tensor:

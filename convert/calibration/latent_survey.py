@@ -43,7 +43,7 @@ def choose_pair_indices(
 ) -> tuple[float, ...]:  # fmt: skip
     """Return the pair indices of the rotated key's channels. `advance` counts tokens, layer by layer."""
     recipe = conversions[0].recipe
-    n_channels, n_rotary_pairs = recipe.rope_dims // 2, conversions[0].source_rope.n_rotary_pairs
+    n_channels, n_rotary_pairs = recipe.qk_rope_head_dim // 2, conversions[0].source_rope.n_rotary_pairs
     candidates = [stock_pair_indices(spacing, n_channels) for spacing in spacings(n_rotary_pairs, n_channels)]
     errors_F, benefits_PK = np.zeros(len(candidates)), np.zeros((n_rotary_pairs, conversions[0].sizes.n_kv_heads))
     folder.mkdir(parents=True)

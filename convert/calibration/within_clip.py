@@ -54,7 +54,7 @@ def _merge(
     converted = merge_layer(checkpoint, merges, advance, layer)
     merge = merges[layer.index]
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
-    merged = attention_of(tensors, merge, merge.target)
+    merged = attention_of(tensors, merge, merge.output_heads)
     scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
     clipped = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)

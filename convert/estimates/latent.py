@@ -88,15 +88,15 @@ def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:
     drawn_keys = [(0, run().drawn_keys[0])]
     before = conversion.read(checkpoint)
     latent = LatentMatrices(
-        q_HNX=np.zeros((sizes.n_heads, sizes.nope, sizes.hidden_size)),
-        q_HRX=np.zeros((sizes.n_heads, sizes.rope_dims, sizes.hidden_size)),
-        latent_LX=np.zeros((sizes.usable, sizes.hidden_size)),
-        key_RX=np.zeros((sizes.rope_dims, sizes.hidden_size)),
-        k_HNL=np.zeros((sizes.n_heads, sizes.nope, sizes.usable)),
-        v_HDL=np.zeros((sizes.n_heads, sizes.head_dim, sizes.usable)),
+        q_HNX=np.zeros((sizes.n_heads, sizes.qk_nope_head_dim, sizes.hidden_size)),
+        q_HRX=np.zeros((sizes.n_heads, sizes.qk_rope_head_dim, sizes.hidden_size)),
+        latent_LX=np.zeros((sizes.latent_dim, sizes.hidden_size)),
+        key_RX=np.zeros((sizes.qk_rope_head_dim, sizes.hidden_size)),
+        k_HNL=np.zeros((sizes.n_heads, sizes.qk_nope_head_dim, sizes.latent_dim)),
+        v_HDL=np.zeros((sizes.n_heads, sizes.head_dim, sizes.latent_dim)),
         o_HMD=before.o_HMD,
     )
-    target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.rope_dims // 2))
+    target = conversion.target_at(even_pair_indices(conversion.source_rope.n_rotary_pairs, sizes.qk_rope_head_dim // 2))
     weights, x_BTM = latent_weights(latent, target.frequencies_C).to(runnable.device), layer.inputs(batch)
     n_tokens, device = len(batch) * text.window_tokens, plan.recipe.device
     return _Measured(

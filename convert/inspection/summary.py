@@ -44,7 +44,8 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         "notes": _notes(checkpoint, geometry),
         "repeats": list(geometry.legal_repeats),
         "latent": [
-            _latent_row(geometry.n_layers, geometry.head_dim, sizes.latent, sizes.rope_dims) for sizes in latent_sizes
+            _latent_row(geometry.n_layers, geometry.head_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim)
+            for sizes in latent_sizes
         ],
         "groups": [_group_row(checkpoint, geometry, n) for n in reversed(geometry.legal_n_kv_heads)],
     }
@@ -123,15 +124,15 @@ def group_label(n_kv_heads: int) -> str:
     return "MQA" if n_kv_heads == 1 else f"GQA-{n_kv_heads}"
 
 
-def _latent_row(n_layers: int, head_dim: int, latent: int, rope_dims: int) -> dict[str, Any]:
+def _latent_row(n_layers: int, head_dim: int, kv_lora_rank: int, qk_rope_head_dim: int) -> dict[str, Any]:
     """Return what latent attention of these sizes caches. `head_dim`: of the K/V heads to compare it with."""
-    cached = latent + rope_dims
+    cached = kv_lora_rank + qk_rope_head_dim
     return {
-        "latent": latent,
-        "rope": rope_dims,
+        "latent": kv_lora_rank,
+        "rope": qk_rope_head_dim,
         "kv_cache_bytes_per_token": 2 * n_layers * cached,
         "as_groups": cached / (2 * head_dim),
-        "vllm_kernel": (latent, rope_dims) in FAST_KERNEL_SIZES,
+        "vllm_kernel": (kv_lora_rank, qk_rope_head_dim) in FAST_KERNEL_SIZES,
     }
 
 

@@ -29,8 +29,8 @@ def solve_as(method: LatentMethod, before: HeadMatrices, moments: InputMoments, 
     half, n_kv_heads, heads_per_group = sizes.head_dim // 2, sizes.n_kv_heads, before.heads_per_group
     q_HPX, k_KPX = (heads[:, :half] + 1j * heads[:, half:] for heads in (before.q_HDX, before.k_KDX))
     rest_KPX = k_KPX.copy()
-    query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    query_HCX = np.zeros((sizes.n_heads, sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
     for fold in folds(target.pair_indices, half):
         pairs, channel = list(fold.pairs), fold.channels[0]
         keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
@@ -44,7 +44,7 @@ def solve_as(method: LatentMethod, before: HeadMatrices, moments: InputMoments, 
         weights_KP = weights_F.reshape(n_kv_heads, len(pairs))
         query_HCX[:, channel] = np.einsum("hp,hpx->hx", weights_KP.repeat(heads_per_group, axis=0), q_HPX[:, pairs])
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
-    latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.usable)
+    latent = _latent(method, rest_KDX, before.v_KDX, moments, sizes.latent_dim)
     return join_parts(before, query_HCX, key_CX, latent, target)
 
 

@@ -103,14 +103,14 @@ def solve_each(
     """Yield the latent attention of a layer for each weight of keys against values in the latent."""
     heads, sizes, source_rope = _Heads.of(before, moments), target.sizes, target.source_rope
     rest_KPX = heads.k_KPX.copy()
-    query_HCX = np.zeros((sizes.n_heads, sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
-    key_CX = np.zeros((sizes.rope_dims // 2, sizes.hidden_size), dtype=np.complex128)
+    query_HCX = np.zeros((sizes.n_heads, sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
+    key_CX = np.zeros((sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
     for fold in folds(target.pair_indices, sizes.head_dim // 2):
         _share(fold, heads, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(source_rope.frequencies, source_rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     for key_weight in key_weights:
-        latent = _latent(before, rest_KDX, moments, sizes.usable, key_weight)
+        latent = _latent(before, rest_KDX, moments, sizes.latent_dim, key_weight)
         yield join_parts(before, query_HCX, key_CX, latent, target)
 
 
@@ -123,7 +123,7 @@ def join_parts(
     """
     latent_LX, k_KDL, v_KDL = latent
     heads_per_group = before.heads_per_group
-    padding = ((0, 0), (0, target.sizes.nope - target.sizes.head_dim), (0, 0))
+    padding = ((0, 0), (0, target.sizes.qk_nope_head_dim - target.sizes.head_dim), (0, 0))
     scale = target.source_rope.scale**2  # of logits; queries take it
     return LatentMatrices(
         q_HNX=np.pad(before.q_HDX * scale, padding),

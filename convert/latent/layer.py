@@ -53,7 +53,7 @@ class LatentConversion:
         return StockNames(self.prefix, self.sizes.norm == "bias")
 
     @property
-    def source(self) -> tuple[str, str, str, str]:
+    def source_projections(self) -> tuple[str, str, str, str]:
         """The projections of queries, keys, values and output in the source."""
         q, k, v, o = (f"{self.prefix}{part}_proj.weight" for part in "qkvo")
         return q, k, v, o
@@ -69,7 +69,7 @@ class LatentConversion:
         return f"{self.prefix}latent.npz"
 
     @property
-    def reported(self) -> tuple["Heads", ...]:
+    def reported_heads(self) -> tuple["Heads", ...]:
         """Merged heads that have a report: none, because no heads are merged."""
         return ()
 
@@ -82,7 +82,7 @@ class LatentConversion:
 
     def dtype(self, checkpoint: "Checkpoint") -> str:
         """Return the dtype of the layer's tensors: the recipe's, or that of the source's queries."""
-        return self.recipe.tensor_dtype or checkpoint.tensors[self.source[0]].dtype
+        return self.recipe.tensor_dtype or checkpoint.tensors[self.source_projections[0]].dtype
 
     def compute(self, checkpoint: "Checkpoint") -> ConvertedLayer:
         """Convert the layer by its weights alone."""
@@ -99,7 +99,7 @@ class LatentConversion:
 
     def read(self, checkpoint: "Checkpoint") -> HeadMatrices:
         """Read the layer's attention from the source. Raises CheckpointError for NaN or infinity."""
-        q, k, v, o = (read_finite(checkpoint, name) for name in self.source)
+        q, k, v, o = (read_finite(checkpoint, name) for name in self.source_projections)
         size = self.sizes.head_dim
         q_HDX, k_KDX, v_KDX = (rows.reshape(-1, size, rows.shape[1]) for rows in (q, k, v))
         o_HMD = split_heads(o, self.sizes.n_heads)

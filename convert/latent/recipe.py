@@ -29,8 +29,8 @@ LATENT = "latent"
 class LatentRecipe(Recipe):
     """One way to convert to latent attention. The sizes are those of `LatentSizes`."""
 
-    latent: int = 0
-    rope_dims: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
     norm: LatentNormKind = "eps"
     frequencies: Frequencies = "stock"
     latent_method: LatentMethod = "fit"
@@ -55,8 +55,8 @@ class LatentRecipe(Recipe):
         return {
             **super().record,
             "latent": {
-                "latent": self.latent, "rope": self.rope_dims, "norm": self.norm, "frequencies": self.frequencies,
-                "method": self.latent_method,
+                "latent": self.kv_lora_rank, "rope": self.qk_rope_head_dim, "norm": self.norm,
+                "frequencies": self.frequencies, "method": self.latent_method,
                 "positions": None if self.pair_indices is None else list(self.pair_indices),
                 **({} if self.dtype is None else {"dtype": self.dtype}),
             },
@@ -67,14 +67,16 @@ def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
     keys = sizes.n_kv_heads * sizes.head_dim
     rank = min(keys, sizes.hidden_size)  # of the values
-    return sizes.rope_dims == keys and sizes.usable >= rank and (sizes.n_kv_heads == 1 or frequencies == "longrope")
+    has_frequencies = sizes.n_kv_heads == 1 or frequencies == "longrope"
+    return sizes.qk_rope_head_dim == keys and sizes.latent_dim >= rank and has_frequencies
 
 
 def default_pair_indices(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
     """Return pair indices spread evenly over all pairs, whatever the model."""
+    n_channels = sizes.qk_rope_head_dim // 2
     if frequencies == "longrope":
-        return even_pair_indices(source_rope.n_rotary_pairs, sizes.rope_dims // 2)
-    return stock_pair_indices(source_rope.n_rotary_pairs / (sizes.rope_dims // 2), sizes.rope_dims // 2)
+        return even_pair_indices(source_rope.n_rotary_pairs, n_channels)
+    return stock_pair_indices(source_rope.n_rotary_pairs / n_channels, n_channels)
 
 
 def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> LatentRecipe:
@@ -109,8 +111,8 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
         refine=recipe.refine,
         text=recipe.text,
         device=recipe.device,
-        latent=latent["latent"],
-        rope_dims=latent["rope"],
+        kv_lora_rank=latent["latent"],
+        qk_rope_head_dim=latent["rope"],
         norm=latent["norm"],
         frequencies=latent["frequencies"],
         latent_method=latent["method"],

@@ -27,39 +27,39 @@ class LatentSizes:
     head_dim: int
     """Of the source; values keep it (`v_head_dim`)."""
     hidden_size: int
-    latent: int
-    """`kv_lora_rank`: dimensions of the latent, which keys without rotation and values are made of."""
-    rope_dims: int
-    """`qk_rope_head_dim`: dimensions of the rotated key that all heads share."""
+    kv_lora_rank: int
+    """Dimensions of the latent, which keys without rotation and values are made of."""
+    qk_rope_head_dim: int
+    """Dimensions of the rotated key that all heads share."""
     norm: LatentNormKind
     frequencies: Frequencies = "longrope"
-    """What `nope` depends on; every other size does not."""
+    """What `qk_nope_head_dim` depends on; every other size does not."""
 
     @property
     def has_fast_kernel(self) -> bool:
         """Whether vLLM has a fast kernel for these sizes."""
-        return (self.latent, self.rope_dims) in FAST_KERNEL_SIZES
+        return (self.kv_lora_rank, self.qk_rope_head_dim) in FAST_KERNEL_SIZES
 
     @property
-    def nope(self) -> int:
-        """`qk_nope_head_dim`: unrotated dimensions of a query or key head."""
-        padded = self.frequencies == "stock" and self.rope_dims == self.head_dim
+    def qk_nope_head_dim(self) -> int:
+        """Unrotated dimensions of a query or key head."""
+        padded = self.frequencies == "stock" and self.qk_rope_head_dim == self.head_dim
         return self.head_dim + (_NOPE_PADDING if padded else 0)
 
     @property
-    def query(self) -> int:
+    def qk_head_dim(self) -> int:
         """Dimensions of a query head."""
-        return self.nope + self.rope_dims
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
-    def usable(self) -> int:
-        """Dimensions of the latent that carry something: all, but for the constant channel of `--latent-norm bias`."""
-        return self.latent - n_constants(self.norm)
+    def latent_dim(self) -> int:
+        """`kv_lora_rank` without the constant channel (of `--latent-norm bias`)."""
+        return self.kv_lora_rank - n_constants(self.norm)
 
     @property
     def cached(self) -> int:
         """Numbers in the KV cache for each token and layer."""
-        return self.latent + self.rope_dims
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def source_cached(self) -> int:
@@ -78,11 +78,11 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     """
     heads = ((n * geometry.head_dim, n * geometry.head_dim) for n in (4, 2, 1))
     useful = {}
-    for latent, rope_dims in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
+    for kv_lora_rank, qk_rope_head_dim in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
-            sizes = choose_sizes(geometry, latent, rope_dims, "eps")
+            sizes = choose_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps")
             if sizes.cached < sizes.source_cached:
-                useful[latent, rope_dims] = sizes
+                useful[kv_lora_rank, qk_rope_head_dim] = sizes
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
 
 
@@ -92,36 +92,41 @@ def largest_latent(geometry: Geometry, norm: LatentNormKind) -> int:
     return most + n_constants(norm)
 
 
-def default_sizes(geometry: Geometry, latent: int | None, rope_dims: int | None) -> tuple[int, int]:
+def default_sizes(geometry: Geometry, kv_lora_rank: int | None, qk_rope_head_dim: int | None) -> tuple[int, int]:
     """Return the sizes of the latent and the rotated key, of which one or both may be given.
 
     A rotated key as large as a head can hold every frequency of the source, which keys need more than the latent needs
     the dimensions. What is left of DEFAULT_CACHED is the latent: 448 + 128 for heads of 128, 512 + 64 for heads of 64.
     """
-    if rope_dims is None:
+    if qk_rope_head_dim is None:
         least, most = _DEFAULT_ROPE
-        rope_dims = geometry.head_dim if least <= geometry.head_dim <= most else least
-    return DEFAULT_CACHED - rope_dims if latent is None else latent, rope_dims
+        qk_rope_head_dim = geometry.head_dim if least <= geometry.head_dim <= most else least
+    return DEFAULT_CACHED - qk_rope_head_dim if kv_lora_rank is None else kv_lora_rank, qk_rope_head_dim
 
 
 def choose_sizes(
-    geometry: Geometry, latent: int, rope_dims: int, norm: LatentNormKind, frequencies: Frequencies = "longrope"
-) -> LatentSizes:
+    geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind,
+    frequencies: Frequencies = "longrope",
+) -> LatentSizes:  # fmt: skip
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
-    if rope_dims % 2:
-        raise CheckpointError(f"--rope {rope_dims} is odd, but dimensions are rotated in pairs; give an even number.")
-    if rope_dims > keys:
+    if qk_rope_head_dim % 2:
         raise CheckpointError(
-            f"--rope {rope_dims} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads of "
-            f"{geometry.head_dim}); give at most {keys}."
+            f"--rope {qk_rope_head_dim} is odd, but dimensions are rotated in pairs; give an even number."
         )
-    if latent <= n_constants(norm):
-        raise CheckpointError(f"--latent {latent} leaves nothing for values with --latent-norm {norm}; give more.")
-    most = largest_latent(geometry, norm)
-    if latent > most:
+    if qk_rope_head_dim > keys:
         raise CheckpointError(
-            f"--latent {latent} is more than keys and values of {geometry.n_kv_heads} K/V heads of "
+            f"--rope {qk_rope_head_dim} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads "
+            f"of {geometry.head_dim}); give at most {keys}."
+        )
+    if kv_lora_rank <= n_constants(norm):
+        raise CheckpointError(
+            f"--latent {kv_lora_rank} leaves nothing for values with --latent-norm {norm}; give more."
+        )
+    most = largest_latent(geometry, norm)
+    if kv_lora_rank > most:
+        raise CheckpointError(
+            f"--latent {kv_lora_rank} is more than keys and values of {geometry.n_kv_heads} K/V heads of "
             f"{geometry.head_dim} and a hidden size of {geometry.hidden_size} can use; give at most {most}."
         )
     return LatentSizes(
@@ -129,8 +134,8 @@ def choose_sizes(
         n_kv_heads=geometry.n_kv_heads,
         head_dim=geometry.head_dim,
         hidden_size=geometry.hidden_size,
-        latent=latent,
-        rope_dims=rope_dims,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
         norm=norm,
         frequencies=frequencies,
     )

@@ -47,10 +47,10 @@ class StockNames:
         """Return the shape of each tensor, by name."""
         heads, hidden = sizes.n_heads, sizes.hidden_size
         shapes: tuple[tuple[int, ...], ...] = (
-            (heads * sizes.query, hidden),
+            (heads * sizes.qk_head_dim, hidden),
             (sizes.cached, hidden),
-            (sizes.latent,),
-            (heads * (sizes.nope + sizes.head_dim), sizes.latent),
+            (sizes.kv_lora_rank,),
+            (heads * (sizes.qk_nope_head_dim + sizes.head_dim), sizes.kv_lora_rank),
             (hidden, heads * sizes.head_dim),
             (sizes.cached,),
             (hidden,),
@@ -66,23 +66,23 @@ def to_stock_tensors(
     `scale`: factor of the output. γ is rounded here, and the projection after it divided by the error.
     """
     query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
-    query_HQX = query_HQX * math.sqrt(sizes.query / sizes.head_dim)  # the class divides logits by the root of its size
-    gain = norm_weight(sizes.norm, sizes.latent)
+    query_HQX = query_HQX * math.sqrt(sizes.qk_head_dim / sizes.head_dim)  # the class divides logits by its size's root
+    gain = norm_weight(sizes.norm, sizes.kv_lora_rank)
     rows = attention.latent_LX * (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     rounded = rounded_weight(sizes)
     up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
     key_RX = interleaved(attention.key_RX[None])[0]
     if sizes.norm == "bias":
         rows, up_HUL = np.pad(rows, ((0, 1), (0, 0))), np.pad(up_HUL, ((0, 0), (0, 0), (0, 1)))
+    latent_bias = np.zeros(sizes.cached)
+    latent_bias[sizes.latent_dim : sizes.kv_lora_rank] = LATENT_CONSTANT
     tensors = (
         query_HQX.reshape(-1, sizes.hidden_size),
         np.concatenate([rows, key_RX]),
-        np.full(sizes.latent, rounded),
-        up_HUL.reshape(-1, sizes.latent),
+        np.full(sizes.kv_lora_rank, rounded),
+        up_HUL.reshape(-1, sizes.kv_lora_rank),
         join_heads(attention.o_HMD) * scale,
-        np.concatenate(
-            [np.zeros(sizes.usable), np.full(sizes.latent - sizes.usable, LATENT_CONSTANT), np.zeros(sizes.rope_dims)]
-        ),
+        latent_bias,
         np.zeros(sizes.hidden_size),
     )
     return dict(zip((*names.weights, *names.biases), tensors, strict=False))
@@ -91,24 +91,24 @@ def to_stock_tensors(
 def from_stock_tensors(tensors: dict[str, Real], sizes: LatentSizes, names: StockNames, scale: float) -> LatentMatrices:
     """Return the latent attention that `to_stock_tensors` wrote, without its norm."""
     query, rows, gamma, up, output = (tensors[name] for name in names.weights)
-    query_HQX = query.reshape(sizes.n_heads, sizes.query, -1) / math.sqrt(sizes.query / sizes.head_dim)
-    gain_L = gamma[: sizes.usable] / norm_weight(sizes.norm, sizes.latent)
-    up_HUL = up.reshape(sizes.n_heads, -1, sizes.latent)[:, :, : sizes.usable] * gain_L
-    latent_LX = rows[: sizes.usable] / (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
+    query_HQX = query.reshape(sizes.n_heads, sizes.qk_head_dim, -1) / math.sqrt(sizes.qk_head_dim / sizes.head_dim)
+    gain_L = gamma[: sizes.latent_dim] / norm_weight(sizes.norm, sizes.kv_lora_rank)
+    up_HUL = up.reshape(sizes.n_heads, -1, sizes.kv_lora_rank)[:, :, : sizes.latent_dim] * gain_L
+    latent_LX = rows[: sizes.latent_dim] / (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     return LatentMatrices(
-        q_HNX=query_HQX[:, : sizes.nope],
-        q_HRX=half_split(query_HQX[:, sizes.nope :]),
+        q_HNX=query_HQX[:, : sizes.qk_nope_head_dim],
+        q_HRX=half_split(query_HQX[:, sizes.qk_nope_head_dim :]),
         latent_LX=latent_LX,
-        key_RX=half_split(rows[None, sizes.latent :])[0],
-        k_HNL=up_HUL[:, : sizes.nope],
-        v_HDL=up_HUL[:, sizes.nope :],
+        key_RX=half_split(rows[None, sizes.kv_lora_rank :])[0],
+        k_HNL=up_HUL[:, : sizes.qk_nope_head_dim],
+        v_HDL=up_HUL[:, sizes.qk_nope_head_dim :],
         o_HMD=split_heads(output, sizes.n_heads) / scale,
     )
 
 
 def rounded_weight(sizes: LatentSizes) -> float:
     """Return the norm's weight as bfloat16 holds it. Every dtype holds it, so saving the model again keeps it."""
-    return float(round_once(np.array([norm_weight(sizes.norm, sizes.latent)]), BFLOAT16).astype(np.float64)[0])
+    return float(round_once(np.array([norm_weight(sizes.norm, sizes.kv_lora_rank)]), BFLOAT16).astype(np.float64)[0])
 
 
 def interleaved(rows_HRX: Real) -> Real:

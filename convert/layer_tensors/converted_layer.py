@@ -45,7 +45,7 @@ class LayerConversion(Protocol):
         ...
 
     @property
-    def reported(self) -> tuple[Heads, ...]:
+    def reported_heads(self) -> tuple[Heads, ...]:
         """The heads that have a report."""
         ...
 

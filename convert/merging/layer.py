@@ -36,9 +36,9 @@ class LayerMerge:
     """See `PositionEncoding.rotary_pairing`."""
     sizes: Sizes
     n_kv_heads: int
-    source: tuple[Heads, ...]
+    source_heads: tuple[Heads, ...]
     """The query, key and value heads in the source's weights, and again in its biases if it has any."""
-    target: tuple[Heads, ...]
+    output_heads: tuple[Heads, ...]
     """The same in the output."""
     output_weight: str
     """The weight of the output projection. Its bias never changes."""
@@ -48,12 +48,12 @@ class LayerMerge:
     @property
     def weights(self) -> tuple[str, ...]:
         """The tensors of the weights, each once: three projections, or a fused one, and the output projection."""
-        return (*dict.fromkeys(heads.tensors[0] for heads in self.source[:3]), self.output_weight)
+        return (*dict.fromkeys(heads.tensors[0] for heads in self.source_heads[:3]), self.output_weight)
 
     @property
     def biases(self) -> tuple[str, ...]:
         """The tensors of the biases, each once."""
-        return tuple(dict.fromkeys(heads.tensors[0] for heads in self.source[3:]))
+        return tuple(dict.fromkeys(heads.tensors[0] for heads in self.source_heads[3:]))
 
     @property
     def norm_tensors(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class LayerMerge:
         """Return the number of rows of one of the output's tensors; 0 if it does not depend on the number of heads."""
         if self.norms is not None and name in self.norm_tensors[1:] and not self.norms.per_head:
             return self.n_kv_heads * self.sizes.head_dim
-        return sum(heads.n * heads.rows_per_head for heads in self.target if heads.tensors[0] == name)
+        return sum(heads.n * heads.rows_per_head for heads in self.output_heads if heads.tensors[0] == name)
 
     @property
     def file(self) -> str:
@@ -80,9 +80,9 @@ class LayerMerge:
         return f"{self.weights[0].removesuffix('.weight')}.npz"
 
     @property
-    def reported(self) -> tuple[Heads, Heads]:
+    def reported_heads(self) -> tuple[Heads, Heads]:
         """The key and the value heads, which have a report."""
-        return self.target[1], self.target[2]
+        return self.output_heads[1], self.output_heads[2]
 
     @property
     def half_split_order(self) -> NDArray[np.intp] | None:
@@ -124,7 +124,7 @@ def merge_with_maps(attention: HeadMatrices, moments: list[Moments], maps: list[
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> HeadMatrices:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
     tensors = {name: read_finite(checkpoint, name) for name in merge.tensors}
-    return attention_of(tensors, merge, merge.source)
+    return attention_of(tensors, merge, merge.source_heads)
 
 
 def finish_layer(
@@ -134,7 +134,7 @@ def finish_layer(
     exact = _tensors(after, merge)
     dtypes = {name: checkpoint.rows(name, 0, 1).dtype for name in exact}
     tensors = {name: rounded(name, values, dtypes[name]) for name, values in exact.items()}
-    keys, values = merge.reported
+    keys, values = merge.reported_heads
     reports = {
         keys.label: _reports(keys.label, before.k_KDX, after.k_KDX),
         values.label: _reports(values.label, before.v_KDX, after.v_KDX),
@@ -143,7 +143,7 @@ def finish_layer(
 
 
 def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> HeadMatrices:
-    """Return the attention with these tensors, by name. `heads`: `merge.source`, or `merge.target`."""
+    """Return the attention with these tensors, by name. `heads`: `merge.source_heads`, or `merge.output_heads`."""
     sizes, order = merge.sizes, merge.half_split_order
     rows = [_rows(tensors, each) for each in heads[:3]]
     if len(heads) > 3:
@@ -155,7 +155,7 @@ def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads
     norms = _norms(tensors, merge, q_HDX, k_KDX)
     if norms is not None:
         assert merge.norms is not None
-        if merge.norms.after_rotation and heads == merge.source:
+        if merge.norms.after_rotation and heads == merge.source_heads:
             # Then the source's heads after the norms are rotated projections, but for one number a head.
             norms = norms.with_pair_means(merge.n_rotary_pairs)
         q_HDX, k_KDX = q_HDX * norms.q_HD[:, :, None], k_KDX * norms.k_KD[:, :, None]
@@ -197,9 +197,9 @@ def _tensors(attention: HeadMatrices, merge: LayerMerge) -> dict[str, Real]:
     for i, heads_DX in enumerate((q_HDX, k_KDX, attention.v_KDX)):
         heads = heads_DX if order is None or i == 2 else heads_DX[:, np.argsort(order)]
         rows = heads.reshape(-1, heads.shape[2])
-        _put_rows(tensors, merge.target, i, rows[:, :hidden_size])
+        _put_rows(tensors, merge.output_heads, i, rows[:, :hidden_size])
         if merge.biases:
-            _put_rows(tensors, merge.target, 3 + i, rows[:, hidden_size])
+            _put_rows(tensors, merge.output_heads, 3 + i, rows[:, hidden_size])
     tensors[merge.output_weight] = join_heads(attention.o_HMD)
     return tensors
 

@@ -77,7 +77,7 @@ def _merge_report(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
             "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[heads.label]), 6),
             "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[heads.label]), 6),
         }
-        for heads in plan.reported
+        for heads in plan.reported_heads
     ]
 
 

@@ -141,12 +141,13 @@ def _describe_latent(plan: LatentPlan) -> _Description:
         if scaled
         else ""
     )
+    cached = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
     copied = "rounded to bfloat16" if plan.recipe.dtype == "bfloat16" else _how_copied(plan)
     return _Description(
         tags=["mla"],
         facts=[
             ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
-            ("Latent, rotated key", f"{sizes.latent} + {sizes.rope_dims} numbers for each token and layer"),
+            ("Latent, rotated key", f"{cached} numbers for each token and layer"),
             ("Norm of the latent", f"undone by `{sizes.norm}`"),
         ],
         what_was_done=(

@@ -143,7 +143,9 @@ class _ShardJob:
         self._output().finish(self._keep_cached)
         self._partial.rename(self._path)
         computed = self._plan.computed
-        labels = [heads.label for name in self._shard.tensors if name in computed for heads in computed[name].reported]
+        labels = [
+            heads.label for name in self._shard.tensors if name in computed for heads in computed[name].reported_heads
+        ]
         reports = {label: self._reports[label] for label in labels}
         self._staging.record_file(self._shard.name, {"reports": reports, "sha256": self._digests})
         return 0
@@ -179,7 +181,7 @@ class _ShardJob:
         values = layer.tensors[name]
         self._output().write_rows(name, 0, values)
         self._digests[name] = digest(values)
-        for heads in self._plan.computed[name].reported:
+        for heads in self._plan.computed[name].reported_heads:
             self._reports[heads.label] = [asdict(report) for report in layer.reports[heads.label]]
         return values.nbytes
 

@@ -52,10 +52,10 @@ def _model_settings(geometry: Geometry, source: LlamaConfig, sizes: LatentSizes)
         "tie_word_embeddings": False,
         "attention_bias": sizes.norm == "bias",
         "attention_dropout": 0.0,
-        "kv_lora_rank": sizes.latent,
+        "kv_lora_rank": sizes.kv_lora_rank,
         "q_lora_rank": None,
-        "qk_rope_head_dim": sizes.rope_dims,
-        "qk_nope_head_dim": sizes.nope,
+        "qk_rope_head_dim": sizes.qk_rope_head_dim,
+        "qk_nope_head_dim": sizes.qk_nope_head_dim,
         "v_head_dim": sizes.head_dim,
         "rope_interleave": True,
         # All layers are dense. Engines read the numbers of experts nevertheless.

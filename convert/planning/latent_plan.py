@@ -13,9 +13,9 @@ from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source
 from convert.planning.notes import partly_cached
-from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
+from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.tensors import OutputTensor, Rows, Scaled
-from model.checkpoint import Checkpoint, Shard, TensorInfo
+from model.checkpoint import Checkpoint, TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, LM_HEAD
@@ -50,7 +50,7 @@ class LatentPlan(Plan):
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its moments and its attention in float64."""
-        layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
+        layer = self.mean_layer_bytes
         square = 8 * self.sizes.hidden_size**2
         query_sums = 2 * 8 * self.sizes.n_heads * self.sizes.cached**2
         # Moments, their roots and decompositions; copies of the attention: original, candidates, gradients, Adam's.
@@ -62,7 +62,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.latent, recipe.rope_dims, recipe.norm, recipe.frequencies)
+    sizes = choose_sizes(geometry, recipe.kv_lora_rank, recipe.qk_rope_head_dim, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
     if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
@@ -82,9 +82,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
     )
     computed = _computed(checkpoint, layers, scale)
-    shards = _shards(checkpoint, layers, computed)
-    names = [name for shard in shards for name in shard.tensors]
-    tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
+    tensors, shards, rewrites = lay_out(checkpoint, _replaced(checkpoint, layers), computed, max_shard_size)
     pair_indices = recipe.pair_indices
     rope = None if pair_indices is None else rope_parameters(source.rope, pair_indices)
     return LatentPlan(
@@ -93,13 +91,13 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         recipe=recipe,
         max_shard_size=max_shard_size,
         tensors=tensors,
-        shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
+        shards=shards,
         computed=computed,
         conversions=layers,
         config_json=latent_config(checkpoint, geometry, source.config, sizes, rope, layers[0].dtype(checkpoint)),
         code=None,
         notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
-        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
+        rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,
     )
@@ -124,7 +122,7 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale:
             computed[name] = OutputTensor(TensorInfo(name, dtype, shape), layer=layer)
     written = [f"{layer.prefix.removesuffix('self_attn.')}mlp.down_proj.weight" for layer in layers]
     factors = dict.fromkeys((EMBEDDING, *written), scale)
-    replaced = {name for layer in layers for name in layer.source}
+    replaced = {name for layer in layers for name in layer.source_projections}
     kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in replaced}
     if LM_HEAD not in checkpoint.tensors:
         kept[LM_HEAD] = replace(checkpoint.tensors[EMBEDDING], name=LM_HEAD)
@@ -140,26 +138,17 @@ def _computed(checkpoint: Checkpoint, layers: Sequence[LatentConversion], scale:
     return computed
 
 
-def _shards(
-    checkpoint: Checkpoint, layers: Sequence[LatentConversion], computed: dict[str, OutputTensor]
-) -> tuple[Shard, ...]:
-    """Return the source's shards with the output's tensors: each takes the place of the one that it replaces."""
-    replaced: dict[str, tuple[str, ...]] = {}
+def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dict[str, tuple[str, ...]]:
+    """Return the tensors of the output that take the place of the source's, by the source's names."""
+    replaced: dict[str, tuple[str, ...]] = {name: () for name in checkpoint.tensors if is_rope_buffer(name)}
     for layer in layers:
-        query, key, value, output = layer.source
+        query, key, value, output = layer.source_projections
         q, kv_a, norm, kv_b, o, *biases = layer.tensors
         kv_a_bias, o_bias = (biases[:1], biases[1:])
         replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}
     if LM_HEAD not in checkpoint.tensors:
         replaced[EMBEDDING] = (EMBEDDING, LM_HEAD)
-
-    def names(shard: Shard) -> Iterator[str]:
-        for name in shard.tensors:
-            if not is_rope_buffer(name):
-                yield from replaced.get(name, (name,))
-
-    shards = (replace(shard, tensors=tuple(names(shard))) for shard in checkpoint.shards)
-    return tuple(shard for shard in shards if shard.tensors)
+    return replaced
 
 
 def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:
@@ -171,11 +160,11 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
     if sizes.norm == "eps":
         yield "open the output in bfloat16 or float32: in float16 it computes NaN (--latent-norm bias does not)."
     if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope_dims}" for latent, rope_dims in FAST_KERNEL_SIZES)
+        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
         yield (
-            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.latent} + {sizes.rope_dims}. "
-            "On a GPU its Triton kernel takes any size (read in its source, not run). On a CPU it needs "
-            "VLLM_MLA_DISABLE=1, and caches full keys and values."
+            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.kv_lora_rank} + "
+            f"{sizes.qk_rope_head_dim}. On a GPU its Triton kernel takes any size (read in its source, not run). On a "
+            "CPU it needs VLLM_MLA_DISABLE=1, and caches full keys and values."
         )
     # On a text, the frequencies are chosen later.
     if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":

@@ -1,8 +1,6 @@
 """Plan a merge of K/V heads completely, before anything is written."""
 
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,10 +9,10 @@ from convert.merging.methods import REPEAT
 from convert.merging.recipe import MergeRecipe
 from convert.planning.merged_config import merged_config
 from convert.planning.notes import notes_of_checkpoint, notes_of_merge
-from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, plan_shards
+from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, layer_merges, regroup, tensors_of_merges
-from model.checkpoint import Checkpoint, Shard
+from model.checkpoint import Checkpoint
 from model.common.counts import counted
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
@@ -47,7 +45,7 @@ class MergePlan(Plan):
 
     def _calibration_memory(self) -> int:
         """Estimate the bytes to run one layer: its weights in float32, its attention and its moments in float64."""
-        layer = sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
+        layer = self.mean_layer_bytes
         width = self.geometry.n_kv_heads // self.n_kv_heads * self.geometry.head_dim
         moments = 8 * self.n_kv_heads * width**2
         # Of attention and moments: original and merged candidates, or sums for least squares. Refining holds the merged
@@ -90,9 +88,8 @@ def make_merge_plan(
         computed = tensors_of_merges(merges, checkpoint.tensors)
     elif changes:
         computed = regroup(geometry, checkpoint.tensors, n_kv_heads)
-    shards = _keep_shards(checkpoint, geometry, computed)
-    names = (name for shard in shards for name in shard.tensors)
-    tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
+    replaced = _replaced(checkpoint, geometry, computed)
+    tensors, shards, rewrites = lay_out(checkpoint, replaced, computed, max_shard_size)
     code = find_code(checkpoint, family) if computed else None
     return MergePlan(
         native=is_native(checkpoint.config),
@@ -101,13 +98,13 @@ def make_merge_plan(
         recipe=recipe,
         max_shard_size=max_shard_size,
         tensors=tensors,
-        shards=plan_shards(checkpoint, shards, tensors, max_shard_size),
+        shards=shards,
         computed=computed,
         conversions=merges,
         config_json=merged_config(checkpoint, geometry, n_kv_heads, bool(computed), code),
         code=code,
         notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if computed else ())),
-        rewrites=any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys()),
+        rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
     )
 
@@ -151,21 +148,16 @@ def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -
         )
 
 
-def _keep_shards(
+def _replaced(
     checkpoint: Checkpoint, geometry: Geometry, computed: dict[str, OutputTensor]
-) -> tuple[Shard, ...]:  # fmt: skip
-    """Return the source's shards with the output's tensors.
-
-    The names are the source's, except where each head has its own tensor: then tensors are dropped or added.
-    """
+) -> dict[str, tuple[str, ...]]:  # fmt: skip
+    """Return the tensors that take the place of others: where each head has its own, some are dropped or added."""
+    if not computed:
+        return {}
     with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
-    dropped = with_heads - computed.keys() if computed else set()
-    added = defaultdict(list)
+    replaced: dict[str, tuple[str, ...]] = dict.fromkeys(with_heads - computed.keys(), ())
     for name, output in computed.items():
         if name not in checkpoint.tensors:
-            added[output.copies[0].source].append(name)
-    shards = []
-    for shard in checkpoint.shards:
-        names = chain.from_iterable((name, *added[name]) for name in shard.tensors)
-        shards.append(replace(shard, tensors=tuple(name for name in names if name not in dropped)))
-    return tuple(shard for shard in shards if shard.tensors)
+            source = output.copies[0].source
+            replaced[source] = (*replaced.get(source, (source,)), name)
+    return replaced

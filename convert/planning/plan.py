@@ -1,7 +1,8 @@
 """Define what all plans of a conversion have, and what they depend on; `merge_plan` and `latent_plan` make them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -104,13 +105,18 @@ class Plan(ABC):
         return states + sum(self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensors)
 
     @property
-    def reported(self) -> list[Heads]:
+    def reported_heads(self) -> list[Heads]:
         """All merged heads, in the order of layers."""
-        return [heads for output in self.computed.values() for heads in output.reported]
+        return [heads for output in self.computed.values() for heads in output.reported_heads]
 
     def in_layer(self, name: str) -> bool:
-        """Return whether a tensor belongs to one of the layers."""
-        return f".{self.geometry.family.names.layers}." in f".{name}"
+        """Return whether a tensor belongs to one of the layers, and not to an encoder or a vision tower."""
+        return name.startswith(self.geometry.attention.layer_prefixes)
+
+    @property
+    def mean_layer_bytes(self) -> int:
+        """Mean bytes of a layer in the output, all its tensors together."""
+        return sum(t.nbytes for name, t in self.tensors.items() if self.in_layer(name)) // self.geometry.n_layers
 
     def workers(self, requested: int) -> int:
         """Return the number of workers: fewer than requested if their merges exceed MERGE_MEMORY."""
@@ -162,14 +168,27 @@ class Plan(ABC):
         }
 
 
-def plan_shards(
-    checkpoint: Checkpoint, shards: tuple[Shard, ...], tensors: dict[str, TensorInfo], max_shard_size: int | None
-) -> tuple[Shard, ...]:
-    """Return the source's shards, or new ones of at most `max_shard_size` bytes."""
-    if max_shard_size is None and checkpoint.keep_source_shards:
-        return shards
-    metadata = {key: value for shard in shards for key, value in shard.metadata.items()}
-    return name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)
+def lay_out(
+    checkpoint: Checkpoint, replaced: Mapping[str, tuple[str, ...]], computed: Mapping[str, OutputTensor],
+    max_shard_size: int | None,
+) -> tuple[dict[str, TensorInfo], tuple[Shard, ...], bool]:  # fmt: skip
+    """Return the output's tensors, its shards, and `Plan.rewrites`.
+
+    The shards are the source's, or new ones of at most `max_shard_size` bytes. `replaced`: the names that take the
+    place of a tensor of the source; all others keep their names.
+    """
+    changed = (
+        replace(shard, tensors=tuple(new for name in shard.tensors for new in replaced.get(name, (name,))))
+        for shard in checkpoint.shards
+    )
+    shards = tuple(shard for shard in changed if shard.tensors)
+    names = [name for shard in shards for name in shard.tensors]
+    tensors = {name: computed[name].tensor if name in computed else checkpoint.tensors[name] for name in names}
+    if max_shard_size is not None or not checkpoint.keep_source_shards:
+        metadata = {key: value for shard in shards for key, value in shard.metadata.items()}
+        shards = name_shards(divide(list(tensors.values()), max_shard_size or DEFAULT_SHARD_SIZE), metadata)
+    rewrites = any(checkpoint.span(name) is None for name in tensors.keys() - computed.keys())
+    return tensors, shards, rewrites
 
 
 def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:

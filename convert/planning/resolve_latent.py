@@ -37,15 +37,15 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     Without a calibration text, also where none is needed, the rotated key's pair indices are chosen here.
     """
     source = read_source(checkpoint)
-    latent, rope_dims = default_sizes(source.geometry, options.latent, options.rope)
+    kv_lora_rank, qk_rope_head_dim = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
-        _check_default(checkpoint, source.geometry, latent, rope_dims, options)
-    sizes = choose_sizes(source.geometry, latent, rope_dims, options.latent_norm)
+        _check_default(checkpoint, source.geometry, kv_lora_rank, qk_rope_head_dim, options)
+    sizes = choose_sizes(source.geometry, kv_lora_rank, qk_rope_head_dim, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
-        latent=sizes.latent,
-        rope_dims=sizes.rope_dims,
+        kv_lora_rank=sizes.kv_lora_rank,
+        qk_rope_head_dim=sizes.qk_rope_head_dim,
         norm=sizes.norm,
         frequencies=frequencies,
         latent_method=options.method,
@@ -65,7 +65,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
 
 
 def _check_default(
-    checkpoint: Checkpoint, geometry: Geometry, default: int, rope_dims: int, options: LatentOptions
+    checkpoint: Checkpoint, geometry: Geometry, default: int, qk_rope_head_dim: int, options: LatentOptions
 ) -> None:
     """Raise CheckpointError if the default size of the latent does not fit a model, or saves nothing.
 
@@ -76,18 +76,18 @@ def _check_default(
             f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} numbers to cache by default; give --latent."
         )
     most, cached = largest_latent(geometry, options.latent_norm), 2 * geometry.n_kv_heads * geometry.head_dim
-    if most >= default and default + rope_dims < cached:
+    if most >= default and default + qk_rope_head_dim < cached:
         return
     heads = f"{geometry.n_kv_heads} K/V heads of {geometry.head_dim}"
     problem = (
         f"is too large for this model, which can use at most {most} ({heads}, hidden size {geometry.hidden_size})"
         if most < default
-        else f"saves nothing here: with --rope {rope_dims} it caches {default + rope_dims} numbers, and the model's "
-        f"own KV cache holds {cached} ({heads})"
+        else f"saves nothing here: with --rope {qk_rope_head_dim} it caches {default + qk_rope_head_dim} numbers, and "
+        f"the model's own KV cache holds {cached} ({heads})"
     )
     fitting = suggested_sizes(geometry)
     advice = (
-        f"give --latent and --rope, such as --latent {fitting[0].latent} --rope {fitting[0].rope_dims}; "
+        f"give --latent and --rope, such as --latent {fitting[0].kv_lora_rank} --rope {fitting[0].qk_rope_head_dim}; "
         f"convert inspect {shlex.quote(str(checkpoint.path))} lists sizes"
         if fitting
         else "the KV cache of this model is small already; give --latent and --rope to convert it all the same"
@@ -104,12 +104,12 @@ def _check_baseline(
     """
     if options.calibration == NONE:
         raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
-    if not source_rope.is_plain and sizes.head_dim % sizes.rope_dims:
+    if not source_rope.is_plain and sizes.head_dim % sizes.qk_rope_head_dim:
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has a rotated key whose size divides the heads' "
             f"{sizes.head_dim}; give --rope {sizes.head_dim}, or a divisor."
         )
-    if source_rope.is_plain and (frequencies != "stock" or sizes.head_dim % sizes.rope_dims):
+    if source_rope.is_plain and (frequencies != "stock" or sizes.head_dim % sizes.qk_rope_head_dim):
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has stock frequencies and a rotated key whose size "
             f"divides the heads' {sizes.head_dim}; give --frequencies stock and --rope {sizes.head_dim}, or a divisor."
@@ -135,6 +135,6 @@ def _refuse_unused(options: LatentOptions, sizes: LatentSizes, frequencies: Freq
     if options.calibration == NONE:
         raise CheckpointError(f"{given} needs a calibration text, but --calibration none was given.")
     raise CheckpointError(
-        f"{given} has no use: latent attention of {sizes.latent} + {sizes.rope_dims} with {frequencies} frequencies "
-        "computes what the source does, without calibration; leave it out."
+        f"{given} has no use: latent attention of {sizes.kv_lora_rank} + {sizes.qk_rope_head_dim} with {frequencies} "
+        "frequencies computes what the source does, without calibration; leave it out."
     )

@@ -48,11 +48,11 @@ class OutputTensor:
     """The tensor that this one is a multiple of. Then `copies` and `merges` are empty."""
 
     @property
-    def reported(self) -> tuple[Heads, ...]:
+    def reported_heads(self) -> tuple[Heads, ...]:
         """The merged heads in this tensor that have a report."""
         if self.layer is None:
             return tuple(merge.merged for merge in self.merges)
-        return tuple(heads for heads in self.layer.reported if heads.tensors[0] == self.tensor.name)
+        return tuple(heads for heads in self.layer.reported_heads if heads.tensors[0] == self.tensor.name)
 
 
 def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int) -> dict[str, OutputTensor]:
@@ -126,7 +126,7 @@ def layer_merges(
     merges = []
     per_layer = len(family.names.attention)
     for i, prefix in enumerate(_prefixes(geometry)):
-        source, target = (
+        source_heads, output_heads = (
             tuple(
                 heads
                 for parameter in ("weight", "bias")
@@ -141,8 +141,8 @@ def layer_merges(
             pairing=family.positions.rotary_pairing,
             sizes=sizes,
             n_kv_heads=n_kv_heads,
-            source=source,
-            target=target,
+            source_heads=source_heads,
+            output_heads=output_heads,
             output_weight=f"{prefix}{family.names.output}.weight",
             norms=norms,
         )

@@ -29,7 +29,7 @@ def _compare_record(comparison: Comparison) -> None:
     source, plan, record = comparison.source, comparison.plan, comparison.record
     differences = comparison.findings.differences
     reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
-    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported]:
+    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported_heads]:
         differences.append(f"{CONVERSION_RECORD} does not report on exactly the converted tensors")
     if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
         differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the converted layers")

@@ -14,6 +14,7 @@ from convert.merging.recipe import MergeRecipe
 from convert.recipe import Recipe
 from convert.verification.comparison import Findings
 from model.checkpoint import Checkpoint
+from model.common.checks import short_repr
 from model.common.errors import CheckpointError
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD
 
@@ -25,26 +26,30 @@ def recorded_recipe(
 
     If OUT's calibration tokens are not usable, add to `findings.unchecked`.
     """
+    path = out_path / CONVERSION_RECORD
     if record["method"] not in (*HEAD_METHODS, *LAYER_METHODS, REPEAT, LATENT):
-        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
-    _check_repeatable(record, out_path / CONVERSION_RECORD)
+        raise CheckpointError(
+            f"{path} records the method {short_repr(record['method'])}, which this version does not know; verify it "
+            "with the version of Groupwise that made it."
+        )
+    _check_repeatable(record, path)
     refit, refine = record.get("refit", False), record.get("refine", 0)
     if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
-        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records that layers were refined on {refine!r} tokens.")
-    if type(refit) is not bool or record["seed"] < 0:
-        raise CheckpointError(f"{out_path / CONVERSION_RECORD} records no method and seed that this version supports.")
+        raise CheckpointError(f"{path} records that layers were refined on {refine!r} tokens.")
+    if type(refit) is not bool:
+        raise CheckpointError(f"{path} records refit = {short_repr(refit)}, which must be true or false.")
+    if record["seed"] < 0:
+        raise CheckpointError(f"{path} records seed = {record['seed']}, which must be at least 0.")
     recorded = record.get("calibration")
     text = None if recorded is None else _stored_text(source, out_path, recorded, device, findings)
     entries = (record["method"], record["seed"], refit, refine, text, device)
     if record["method"] == LATENT:
-        return read_latent_recipe(record, Recipe(*entries), out_path / CONVERSION_RECORD)
+        return read_latent_recipe(record, Recipe(*entries), path)
     recipe = MergeRecipe(*entries)
     try:
         recipe.check()
     except UnsupportedMethodError as error:
-        raise CheckpointError(
-            f"{out_path / CONVERSION_RECORD} records a recipe that is not possible: {error}"
-        ) from error
+        raise CheckpointError(f"{path} records a recipe that is not possible: {error}") from error
     return recipe
 
 

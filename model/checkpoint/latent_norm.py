@@ -39,20 +39,18 @@ class LatentNorm:
 
     kind: Literal["eps", "bias"]
     weight: float
-    latent: int
-    """`kv_lora_rank`."""
-    rope_dims: int
-    """`qk_rope_head_dim`."""
+    kv_lora_rank: int
+    qk_rope_head_dim: int
 
     @property
-    def usable(self) -> int:
-        """Number of the latent's usable dimensions: all, but for constant ones."""
-        return self.latent - n_constants(self.kind)
+    def latent_dim(self) -> int:
+        """`kv_lora_rank` without the constant channel."""
+        return self.kv_lora_rank - n_constants(self.kind)
 
     @property
     def gain(self) -> float:
         """Total factor of the latent, apart from that of its rows: 1 but for the rounding of `weight`."""
-        return self.weight / norm_weight(self.kind, self.latent)
+        return self.weight / norm_weight(self.kind, self.kv_lora_rank)
 
     @property
     def shrink(self) -> float:
@@ -65,11 +63,11 @@ def n_constants(kind: str) -> int:
     return 1 if kind == "bias" else 0
 
 
-def norm_weight(kind: str, latent: int) -> float:
+def norm_weight(kind: str, kv_lora_rank: int) -> float:
     """Return the norm's weight that undoes it exactly, before rounding."""
     if kind == "eps":
         return math.sqrt(LATENT_NORM_EPSILON) / LATENT_SHRINK
-    return math.sqrt(LATENT_CONSTANT**2 / latent + LATENT_NORM_EPSILON)
+    return math.sqrt(LATENT_CONSTANT**2 / kv_lora_rank + LATENT_NORM_EPSILON)
 
 
 def read_latent_norm(config: Mapping[str, Any]) -> LatentNorm | None:
@@ -123,22 +121,22 @@ class WithoutLatentNorm(_LatentNormView):
                 if len(tensor.shape) != 2:
                     raise CheckpointError(f"{inner.path}: the tensor {name} has shape {tensor.shape}, not two axes.")
                 rows, columns = tensor.shape
-                dropped = norm.latent - norm.usable
+                dropped = norm.kv_lora_rank - norm.latent_dim
                 shape = (rows - dropped, columns) if part == KV_A else (rows, columns - dropped)
                 self.tensors[name] = replace(tensor, shape=shape)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         norm = self._norm
         if _part(name) == KV_A:
-            rows = self._inner.rows(name, 0, norm.latent + norm.rope_dims)
-            self._check_zeros(name, rows[norm.usable : norm.latent])
-            kept = np.delete(np.arange(len(rows)), np.arange(norm.usable, norm.latent))[start:stop]
-            return _scaled(rows[kept], max(0, norm.usable - start), 1 / norm.shrink)
+            rows = self._inner.rows(name, 0, norm.kv_lora_rank + norm.qk_rope_head_dim)
+            self._check_zeros(name, rows[norm.latent_dim : norm.kv_lora_rank])
+            kept = np.delete(np.arange(len(rows)), np.arange(norm.latent_dim, norm.kv_lora_rank))[start:stop]
+            return _scaled(rows[kept], max(0, norm.latent_dim - start), 1 / norm.shrink)
         rows = self._inner.rows(name, start, stop)
         if _part(name) != KV_B:
             return rows
-        self._check_zeros(name, rows[:, norm.usable :])
-        return rows[:, : norm.usable]
+        self._check_zeros(name, rows[:, norm.latent_dim :])
+        return rows[:, : norm.latent_dim]
 
     def _check_zeros(self, name: str, values: Array) -> None:
         """Raise CheckpointError unless the constant channel of the latent has no weights."""
@@ -159,18 +157,18 @@ class WithLatentNorm(_LatentNormView):
 
     def __init__(self, inner: Checkpoint, norm: LatentNorm) -> None:
         super().__init__(inner, norm)
-        added = norm.latent - norm.usable
+        added = norm.kv_lora_rank - norm.latent_dim
         for name, tensor in inner.tensors.items():
             part, prefix = _part(name), name.rpartition("self_attn.")[0] + "self_attn."
             if part == KV_A:
                 rows, columns = tensor.shape
                 self.tensors[name] = replace(tensor, shape=(rows + added, columns))
-                self._add(f"{prefix}{KV_A_NORM}.weight", tensor, (norm.latent,))
+                self._add(f"{prefix}{KV_A_NORM}.weight", tensor, (norm.kv_lora_rank,))
                 if added:
-                    self._add(f"{prefix}{KV_A}.bias", tensor, (norm.latent + norm.rope_dims,))
+                    self._add(f"{prefix}{KV_A}.bias", tensor, (norm.kv_lora_rank + norm.qk_rope_head_dim,))
                     self._add(f"{prefix}o_proj.bias", tensor, (columns,))
             elif part == KV_B:
-                self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.latent))
+                self.tensors[name] = replace(tensor, shape=(tensor.shape[0], norm.kv_lora_rank))
 
     def _add(self, name: str, like: TensorInfo, shape: tuple[int, ...]) -> None:
         self.tensors[name] = TensorInfo(name, like.dtype, shape)
@@ -182,11 +180,12 @@ class WithLatentNorm(_LatentNormView):
         if part and name.endswith(".bias"):
             return _bias(norm, part, self.tensors[name].shape)[start:stop].astype(self._dtype(name))
         if part == KV_A:
-            rows = _scaled(self._inner.rows(name, 0, norm.usable + norm.rope_dims), norm.usable, norm.shrink)
-            empty = np.zeros((norm.latent - norm.usable, rows.shape[1]), dtype=rows.dtype)
-            return np.concatenate([rows[: norm.usable], empty, rows[norm.usable :]])[start:stop]
+            rows = self._inner.rows(name, 0, norm.latent_dim + norm.qk_rope_head_dim)
+            rows = _scaled(rows, norm.latent_dim, norm.shrink)
+            empty = np.zeros((norm.kv_lora_rank - norm.latent_dim, rows.shape[1]), dtype=rows.dtype)
+            return np.concatenate([rows[: norm.latent_dim], empty, rows[norm.latent_dim :]])[start:stop]
         rows = self._inner.rows(name, start, stop)
-        return np.pad(rows, ((0, 0), (0, norm.latent - norm.usable))) if part == KV_B else rows
+        return np.pad(rows, ((0, 0), (0, norm.kv_lora_rank - norm.latent_dim))) if part == KV_B else rows
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         return np.dtype(FLOAT_DTYPES[self.tensors[name].dtype])
@@ -209,7 +208,7 @@ def _bias(norm: LatentNorm, part: str, shape: tuple[int, ...]) -> Array:
     """Return a bias of the stock class, which makes the latent's constant channel."""
     values = np.zeros(shape, dtype=np.float32)
     if part == KV_A and shape:  # a scalar, of a damaged file, is refused
-        values[norm.usable : norm.latent] = LATENT_CONSTANT
+        values[norm.latent_dim : norm.kv_lora_rank] = LATENT_CONSTANT
     return values
 
 

@@ -25,16 +25,21 @@ DEFAULT_WINDOW = 4096
 class LatentShape:
     """The sizes of latent attention without a norm of the latent."""
 
-    usable: int
-    """Numbers of the latent, without a constant channel."""
-    rope_dims: int
+    latent_dim: int
+    """`kv_lora_rank` without the constant channel."""
+    qk_rope_head_dim: int
     """Dimensions of the rotated key."""
-    nope: int
+    qk_nope_head_dim: int
     """Unrotated dimensions of a query head."""
-    value: int
+    v_head_dim: int
     """Dimensions of a value head."""
     gain: float
     """Factor of the latent (`LatentNorm.gain`)."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dimensions of a query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class LlamaConfig:
     def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads and their sizes in the KV cache: of keys and values, or of the rotated key and the latent."""
         if self.latent is not None:
-            return (1, self.latent.rope_dims), (1, self.latent.usable)
+            return (1, self.latent.qk_rope_head_dim), (1, self.latent.latent_dim)
         return (self.n_kv_heads, self.head_dim), (self.n_kv_heads, self.head_dim)
 
 
@@ -150,7 +155,7 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
                 f"config.json has {key} = {checks.short_repr(config.get(key))}, where convert mha-to-mla writes "
                 f"{checks.short_repr(values[0])}; convert the model again."
             )
-    n_heads, nope, value = (
+    n_heads, qk_nope_head_dim, v_head_dim = (
         config_size(config, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
     )
     return LlamaConfig(
@@ -161,15 +166,15 @@ def _read_latent_config(config: Mapping[str, Any], norm: LatentNorm) -> LlamaCon
         n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=nope + norm.rope_dims,
+        head_dim=qk_nope_head_dim + norm.qk_rope_head_dim,
         rms_norm_eps=checks.number(config.get("rms_norm_eps", 1e-6), "config.json has rms_norm_eps"),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         tied=False,
         windows=(None,) * n_layers,
-        rope=read_rope(config, norm.rope_dims),
-        latent=LatentShape(norm.usable, norm.rope_dims, nope, value, norm.gain),
+        rope=read_rope(config, norm.qk_rope_head_dim),
+        latent=LatentShape(norm.latent_dim, norm.qk_rope_head_dim, qk_nope_head_dim, v_head_dim, norm.gain),
     )
 
 

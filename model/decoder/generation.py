@@ -168,7 +168,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     nbytes = n_tokens * config.n_layers * numbers * model.lm_head_weight.dtype.itemsize
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
-        cached = f"a latent of {config.latent.usable} and a key of {config.latent.rope_dims}"
+        cached = f"a latent of {config.latent.latent_dim} and a key of {config.latent.qk_rope_head_dim}"
     decoded = f"{steps / (times[-1] - times[1]):.1f} tokens/s" if steps else "no step"
     return (
         f"prefill {n_prompt / (times[1] - times[0]):.1f} tokens/s · decode {decoded} · KV cache {nbytes:,} bytes "

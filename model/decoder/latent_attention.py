@@ -6,7 +6,7 @@ and into what attention mixes (DeepSeek-V2, appendix C). Parameters have the nam
 transformers' DeepseekV3Attention.
 
 Letters: B batch, T query tokens, S key tokens, H query heads, N unrotated dimensions of a query head, R rotated ones, Q
-= N + R, L dimensions of the latent, D dimensions of a value head, U = N + D, M hidden_size.
+= N + R, L dimensions of the latent, Z = L + R, D dimensions of a value head, U = N + D, M hidden_size.
 """
 
 import torch
@@ -26,18 +26,19 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.shape, self.n_heads = shape, config.n_heads
         hidden, heads = config.hidden_size, config.n_heads
-        self.q_proj = nn.Linear(hidden, heads * (shape.nope + shape.rope_dims), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.usable + shape.rope_dims, bias=False)
-        self.kv_b_proj = nn.Linear(shape.usable, heads * (shape.nope + shape.value), bias=False)
-        self.o_proj = nn.Linear(heads * shape.value, hidden, bias=False)
+        self.q_proj = nn.Linear(hidden, heads * shape.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.latent_dim + shape.qk_rope_head_dim, bias=False)
+        self.kv_b_proj = nn.Linear(shape.latent_dim, heads * (shape.qk_nope_head_dim + shape.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * shape.v_head_dim, hidden, bias=False)
 
     def forward(
         self, x_BTM: Tensor, rotation: tuple[Tensor, Tensor], mask: Mask, cache: LayerCache | None, start: int
     ) -> Tensor:
         shape = self.shape
-        q_BTHQ = self.q_proj(x_BTM).view(*x_BTM.shape[:2], self.n_heads, shape.nope + shape.rope_dims)
-        q_nope_BTHN, q_rope_BTHR = torch.split(q_BTHQ, [shape.nope, shape.rope_dims], dim=-1)
-        latent_BTL, key_BTR = torch.split(self.kv_a_proj_with_mqa(x_BTM), [shape.usable, shape.rope_dims], dim=-1)
+        q_BTHQ = self.q_proj(x_BTM).view(*x_BTM.shape[:2], self.n_heads, shape.qk_head_dim)
+        q_nope_BTHN, q_rope_BTHR = torch.split(q_BTHQ, [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
+        cached_BTZ = self.kv_a_proj_with_mqa(x_BTM)
+        latent_BTL, key_BTR = torch.split(cached_BTZ, [shape.latent_dim, shape.qk_rope_head_dim], dim=-1)
         latent_BT1L = (latent_BTL * shape.gain)[:, :, None]
         q_rope_BTHR, key_BT1R = (rotate(_half_split(each), *rotation) for each in (q_rope_BTHR, key_BTR[:, :, None]))
         if cache is not None:
@@ -50,25 +51,25 @@ class LatentAttention(nn.Module):
         self, q_nope_BTHN: Tensor, q_rope_BTHR: Tensor, key_BS1R: Tensor, latent_BS1L: Tensor, mask: Mask
     ) -> Tensor:
         """Attend with full keys and values, [B, T, H, D]."""
-        shape, size = self.shape, self.shape.nope + self.shape.rope_dims
+        shape = self.shape
         heads_BSHU = self.kv_b_proj(latent_BS1L[:, :, 0]).view(*latent_BS1L.shape[:2], self.n_heads, -1)
-        k_nope_BSHN, v_BSHD = torch.split(heads_BSHU, [shape.nope, shape.value], dim=-1)
+        k_nope_BSHN, v_BSHD = torch.split(heads_BSHU, [shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
         q_BTHQ = torch.cat([q_nope_BTHN, q_rope_BTHR], dim=-1)
         k_BSHQ = torch.cat([k_nope_BSHN, key_BS1R.expand(-1, -1, self.n_heads, -1)], dim=-1)
-        wider = max(0, size - shape.value)  # torch's fast kernels need heads of one size
-        return attend(q_BTHQ, k_BSHQ, F.pad(v_BSHD, (0, wider)), mask)[..., : shape.value]
+        wider = max(0, shape.qk_head_dim - shape.v_head_dim)  # torch's fast kernels need heads of one size
+        return attend(q_BTHQ, k_BSHQ, F.pad(v_BSHD, (0, wider)), mask)[..., : shape.v_head_dim]
 
     def _absorbed(
         self, q_nope_B1HN: Tensor, q_rope_B1HR: Tensor, key_BS1R: Tensor, latent_BS1L: Tensor, mask: Mask
     ) -> Tensor:
         """Attend with one token on the latents, [B, 1, H, D]."""
         shape = self.shape
-        up_HUL = self.kv_b_proj.weight.view(self.n_heads, shape.nope + shape.value, shape.usable)
-        k_HNL, v_HDL = torch.split(up_HUL, [shape.nope, shape.value], dim=1)
+        up_HUL = self.kv_b_proj.weight.view(self.n_heads, shape.qk_nope_head_dim + shape.v_head_dim, shape.latent_dim)
+        k_HNL, v_HDL = torch.split(up_HUL, [shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
         key_BSR, latent_BSL = key_BS1R[:, :, 0], latent_BS1L[:, :, 0]
         q_BHL = torch.einsum("bhn,hnl->bhl", q_nope_B1HN[:, 0], k_HNL)
         scores_BHS = q_BHL @ latent_BSL.mT + q_rope_B1HR[:, 0] @ key_BSR.mT
-        scores_BHS = scores_BHS * (shape.nope + shape.rope_dims) ** -0.5
+        scores_BHS = scores_BHS * shape.qk_head_dim**-0.5
         exclude(scores_BHS, None if mask.allowed_B1TS is None else mask.allowed_B1TS[:, :, 0], mask.n_keys)
         weights_BHS = scores_BHS.softmax(dim=-1, dtype=torch.float32).to(latent_BSL.dtype)
         return torch.einsum("bhl,hdl->bhd", weights_BHS @ latent_BSL, v_HDL)[:, None]

@@ -7,6 +7,7 @@ import lzma
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 
 import datasets
@@ -16,14 +17,17 @@ import tiny
 import torch
 import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
+from families_without_gqa import t5
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer, processors
 
 from convert import conversion
 from convert.calibration_text.read import read_calibration_text
+from convert.merging.recipe import MergeRecipe
 from convert.output.write_shards import write_shards
 from convert.planning.calibration_options import CalibrationOptions, read_text
+from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
 from model.common.tokenizer import open_tokenizer
@@ -328,6 +332,20 @@ def test_the_memory_estimate_counts_the_embedding(convert, tmp_path):
     embedding = 4 * 1_000_000 * tiny.HIDDEN
     result = convert("mha-to-gqa", folder, tmp_path / "out", "--groups", 2, *FIT, "--dry-run", "--json")
     assert embedding < json.loads(result.out)["peak_memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [(t5, "decoder.block."), (partial(tiny.build, "llava"), "language_model.model.layers.")],
+)
+def test_encoders_and_towers_do_not_count_as_layers(tmp_path, make, layers):
+    """The estimates of memory and time count what one layer of the language model takes."""
+    folder = tiny.save(make(), tmp_path / "source")
+    with open_checkpoint(folder) as checkpoint:
+        plan = make_merge_plan(checkpoint, 2, MergeRecipe("mean"), None)
+    names = {name for name in plan.tensors if plan.in_layer(name)}
+    assert names == {name for name in plan.tensors if name.startswith(layers)}
+    assert any(".layers." in name or ".block." in name for name in plan.tensors.keys() - names)
 
 
 def test_short_records_without_a_beginning_token(convert, tmp_path):

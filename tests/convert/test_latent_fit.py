@@ -145,7 +145,9 @@ def _first_layer(source, tmp_path, sizes=SIZE):
     with open_checkpoint(source) as checkpoint:
         text = read_calibration_text(checkpoint, "shipped", 1024)
         pair_indices = (0.0, 0.0, 1.0, 3.0)
-        recipe = LatentRecipe(LATENT, latent=sizes[1], rope_dims=sizes[3], pair_indices=pair_indices, text=text)
+        recipe = LatentRecipe(
+            LATENT, kv_lora_rank=sizes[1], qk_rope_head_dim=sizes[3], pair_indices=pair_indices, text=text
+        )
         work = make_latent_plan(checkpoint, recipe, None).conversions[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
@@ -176,7 +178,7 @@ def test_balancing_scales_both_sides_and_changes_no_output(source, tmp_path):
         balanced = fitted.balanced(keep_output=False)
         x, frequencies = layer.inputs([0])[0].double().numpy(), work.target.frequencies_C
         assert np.array_equal(attend(balanced, x, frequencies), attend(fitted, x, frequencies))
-        used = [n for n in range(work.sizes.latent) if n != 3]
+        used = [n for n in range(work.sizes.kv_lora_rank) if n != 3]
         up = np.concatenate([balanced.k_HNL[:, : work.sizes.head_dim], balanced.v_HDL], axis=1)[..., used]
         _assert_balanced(_rms(balanced.latent_LX[used], 1), _rms(up, (0, 1)))
         keys = slice(work.sizes.head_dim)  # the rest pads

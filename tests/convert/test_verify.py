@@ -202,9 +202,11 @@ def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
     wider = tiny.save(tiny.build(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), tmp_path / "wider")
     convert("verify", wider, out).refused(f"{out} cannot have been made from {wider}: ")
     record = json.loads((out / "groupwise.json").read_text())
-    unknown = "records no method and seed"
     for change, words in (
-        ({"seed": -1}, unknown), ({"method": "median"}, unknown), ({"seed": "0"}, "damaged: seed = '0'"),
+        ({"seed": -1}, "records seed = -1, which must be at least 0."), ({"seed": "0"}, "damaged: seed = '0'"),
+        ({"refit": "yes"}, "records refit = 'yes', which must be true or false."),
+        ({"refit": 1}, "records refit = 1, which must be true or false."),
+        ({"method": "median"}, "records the method 'median', which this version does not know; verify"),
         ({"method": []}, "damaged: method = []"), ({"refine": 2}, "a recipe that is not possible: --refine needs"),
     ):  # fmt: skip
         (out / "groupwise.json").write_text(json.dumps({**record, **change}))

@@ -58,7 +58,7 @@ def test_decoding_on_latents_equals_the_prompt_at_every_position(folder):
             for length, logits in zip([5, *range(9, 31)], cached, strict=True):
                 assert (logits - ours(ids[:, :length])[:, -1]).abs().max() <= 1e-5, length
     shape = ours.config.latent
-    assert cache.nbytes == tiny.N_LAYERS * 3 * 30 * (shape.usable + shape.rope_dims) * 4
+    assert cache.nbytes == tiny.N_LAYERS * 3 * 30 * (shape.latent_dim + shape.qk_rope_head_dim) * 4
 
 
 def test_generation_is_greedy_as_transformers(folder):
