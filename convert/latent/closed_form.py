@@ -124,7 +124,7 @@ def join_parts(
     latent_LX, k_KDL, v_KDL = latent
     heads_per_group = before.heads_per_group
     padding = ((0, 0), (0, target.sizes.qk_nope_head_dim - target.sizes.head_dim), (0, 0))
-    scale = target.source_rope.scale**2  # of logits; queries take it
+    scale = target.source_rope.attention_scaling**2  # of logits; queries take it
     return LatentMatrices(
         q_HNX=np.pad(before.q_HDX * scale, padding),
         q_HRX=np.concatenate([query_HCX.real, query_HCX.imag], axis=1) * scale,

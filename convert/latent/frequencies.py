@@ -22,7 +22,7 @@ class SourceRope:
 
     frequencies: tuple[float, ...]
     """Of each pair, in radians per token."""
-    scale: float
+    attention_scaling: float
     """The factor on cosines and sines (YaRN); logits have it twice."""
     theta: float
     is_plain: bool

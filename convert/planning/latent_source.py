@@ -29,10 +29,10 @@ def read_source(checkpoint: Checkpoint) -> LatentSource:
     config = check_latent_source(checkpoint)
     geometry = read_geometry(checkpoint)
     check_shapes(checkpoint)
-    frequencies, scale = inverse_frequencies(config.rope)
+    frequencies, attention_scaling = inverse_frequencies(config.rope)
     rope = SourceRope(
         frequencies=tuple(frequencies.double().tolist()),
-        scale=scale,
+        attention_scaling=attention_scaling,
         theta=config.rope.theta,
         is_plain=config.rope.kind == "default",
         context=config.rope.max_positions,
