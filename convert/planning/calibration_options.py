@@ -21,6 +21,11 @@ class CalibrationOptions:
     seed: int = 0
 
     @property
+    def n_tokens(self) -> int:
+        """Tokens of the calibration text to use."""
+        return self.calibration_tokens or DEFAULT_TOKENS
+
+    @property
     def calibration_option(self) -> str | None:
         """An option that was given and needs a calibration text."""
         given = {
@@ -41,10 +46,9 @@ def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[Cali
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)
     name = SHIPPED if options.calibration is None else options.calibration
-    n_tokens = options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_writes_text(checkpoint)
-    text = read_calibration_text(checkpoint, name, n_tokens)
+    text = read_calibration_text(checkpoint, name, options.n_tokens)
     check_tokens(layers, text)
     if text.generated:
         generated = TextGeneration.of(checkpoint, text, options.seed, str(layers.device))

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass, replace
 
-from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
+from convert.calibration_text.choices import NONE
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_pair_indices, is_exact
@@ -59,7 +59,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         return replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
     fits, refine = options.method == "fit", options.refine
     if refine is None:
-        refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
+        refine = options.n_tokens if fits else 0
     text, device = read_text(checkpoint, options)
     return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
 

@@ -74,6 +74,10 @@ class Checkpoint(ABC):
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Return rows `start:stop` of a tensor's first axis in the tensor's dtype."""
 
+    def all_rows(self, name: str) -> Array:
+        """Return all rows of a tensor in the tensor's dtype."""
+        return self.rows(name, 0, self.tensors[name].shape[0])
+
     @abstractmethod
     def span(self, name: str) -> Span | None:
         """Return the file range that holds the tensor's bytes verbatim; None if the format stores them differently."""
