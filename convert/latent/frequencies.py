@@ -77,17 +77,17 @@ def folds(pair_indices: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
     """
     reach = (spacing_of(pair_indices) or 0.0) / 2
     values = sorted(set(pair_indices))
-    pair_of: dict[float, set[int]] = defaultdict(set)
+    pairs_by_value: dict[float, set[int]] = defaultdict(set)
     for pair in range(n_rotary_pairs):
         nearest = min(values, key=lambda value: abs(value - pair))
         if abs(nearest - pair) <= reach:
-            pair_of[nearest].add(pair)
+            pairs_by_value[nearest].add(pair)
     joined: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    owner = {pair: tuple(sorted(pairs)) for pairs in pair_of.values() for pair in pairs}
+    fold_of_pair = {pair: tuple(sorted(pairs)) for pairs in pairs_by_value.values() for pair in pairs}
     for channel, value in enumerate(pair_indices):
-        pairs = pair_of.get(value)
+        pairs = pairs_by_value.get(value)
         nearest_pair = min(range(n_rotary_pairs), key=lambda pair: abs(value - pair))
-        joined[tuple(sorted(pairs)) if pairs else owner.get(nearest_pair, (nearest_pair,))].append(channel)
+        joined[tuple(sorted(pairs)) if pairs else fold_of_pair.get(nearest_pair, (nearest_pair,))].append(channel)
     return [Fold(pairs, tuple(channels)) for pairs, channels in sorted(joined.items())]
 
 

@@ -51,17 +51,18 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         latent_method=options.method,
         dtype=options.dtype,
     )
+    with_default_indices = replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
+    if options.method == "fit" and (options.calibration == NONE or is_exact(sizes, frequencies)):
+        _refuse_unused(options, sizes, frequencies)
+        return with_default_indices
     if options.method != "fit":
         _check_baseline(options, sizes, frequencies, source.rope)
-        recipe = replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
-    elif options.calibration == NONE or is_exact(sizes, frequencies):
-        _refuse_unused(options, sizes, frequencies)
-        return replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
-    fits, refine = options.method == "fit", options.refine
-    if refine is None:
-        refine = options.n_tokens if fits else 0
+        text, device = read_text(checkpoint, options)
+        refine = options.refine or 0
+        return replace(with_default_indices, refine=refine, text=text, device=device, seed=options.seed)
     text, device = read_text(checkpoint, options)
-    return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
+    refine = options.n_tokens if options.refine is None else options.refine
+    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed)
 
 
 def _check_default(
