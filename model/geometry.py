@@ -65,7 +65,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that can be trained, with heads or with latent attention."""
+    """The sizes of a model with K/V heads or with latent attention."""
 
     n_layers: int
     n_heads: int

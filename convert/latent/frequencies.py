@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 _SHARES = (0.5, 0.625, 0.75, 1.0)
 """Shares of all pairs, from the fastest on, over which equally spaced channels are tried."""
+_LONGEST_DISTANCE = 1024
+"""Tokens within which most attention stays."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ def rope_parameters(source_rope: SourceRope, pair_indices: tuple[float, ...]) ->
 
 
 def coherence(frequencies: tuple[float, ...], context: int) -> NDArray[np.complex128]:
-    """Return for each pair the mean of exp(-i f Δ) over distances Δ, weighted by 1 / (Δ + 1).
+    """Return for each pair the mean of exp(-i f Δ) over distances Δ of less than 1024 tokens, weighted by 1 / (Δ + 1).
 
     An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for pairs that hardly
     rotate within the attended distance, and near 0 for the others.
     """
-    distances = np.arange(min(context, 1024))
+    distances = np.arange(min(context, _LONGEST_DISTANCE))
     weights = 1 / (distances + 1)
     phases = np.exp(-1j * np.outer(frequencies, distances))
     return np.asarray(phases @ weights / weights.sum())

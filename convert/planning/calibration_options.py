@@ -37,7 +37,12 @@ class CalibrationOptions:
 
 
 def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[CalibrationText, str]:
-    """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
+    """Return the calibration text, and the device.
+
+    Raises UnsupportedMethodError if the model cannot be run, or has no tokenizer that can be opened; CheckpointError if
+    the text is missing, too short or of another model's tokens, or if there is too little memory to write it;
+    InputError if the device is not available, or a file of the text cannot be read.
+    """
     try:
         from convert.calibration.generated_text import TextGeneration
         from convert.layers.incremental_decoder import check_writes_text

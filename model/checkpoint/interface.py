@@ -38,7 +38,7 @@ class Checkpoint(ABC):
     path: Path
     """The folder or file that the user named."""
     format: str
-    """The reader's name, for provenance."""
+    """The reader's name in `model.checkpoint.READERS`."""
     tensors: dict[str, TensorInfo]
     shards: tuple[Shard, ...]
     config: dict[str, Any]
