@@ -49,7 +49,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *partly_cached(checkpoint),
+        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *note_on_uncached_tokenizer(checkpoint),
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _rope_of_version_5(config: Mapping[str, Any], family: Family) -> Iterator[st
         )
 
 
-def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
+def note_on_uncached_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note on a model in the Hugging Face cache of which programs have fetched the config and weights only."""
     name = cached_without_tokenizer(checkpoint)
     if name is not None:

@@ -7,7 +7,7 @@ from convert.calibration_text.choices import NONE
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_pair_indices, is_exact
-from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
+from convert.latent.sizes import LatentSizes, checked_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.latent_source import read_source
 from model.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     kv_lora_rank, qk_rope_head_dim = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
         _check_default(checkpoint, source.geometry, kv_lora_rank, qk_rope_head_dim, options)
-    sizes = choose_sizes(source.geometry, kv_lora_rank, qk_rope_head_dim, options.latent_norm)
+    sizes = checked_sizes(source.geometry, kv_lora_rank, qk_rope_head_dim, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
