@@ -66,8 +66,8 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     _check_dtype(checkpoint, recipe)
     if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
-            f"{CONVERSION_RECORD} records a channel at position {max(recipe.pair_indices):g}, but the source's heads "
-            f"have {source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
+            f"{CONVERSION_RECORD} records the pair index {max(recipe.pair_indices):g}, but the source's heads have "
+            f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(LATENT_NORM_EPSILON / source.config.rms_norm_eps)
     layers = tuple(
