@@ -26,7 +26,7 @@ from model.common.files import copy_file, sync_tree, tree_bytes
 from model.common.staging import Staging, check_room
 from model.common.typed_json import json_text
 
-PAIR_INDICES = "positions of the rotated key"
+PAIR_INDICES = "pair indices of the rotated key"
 """The journal's name for the pair indices of the rotated key's channels."""
 FINISHED_FILES = ("*.npz", "*.ids")
 """Patterns of finished pieces in the scratch folder: layers, and windows that the model wrote."""

@@ -234,18 +234,18 @@ class ModelLayout:
 
     family: Family
     sizes: Sizes
-    positions: tuple[tuple[str, int], ...]
+    entries: tuple[tuple[str, int], ...]
     """Per layer and entry of `LayerLayout.heads` that it has: prefix of the tensor names, and index of the entry."""
 
     @cached_property
     def layer_prefixes(self) -> tuple[str, ...]:
         """The beginnings of the layers' tensor names, in order."""
-        return tuple(dict.fromkeys(prefix for prefix, _ in self.positions))
+        return tuple(dict.fromkeys(prefix for prefix, _ in self.entries))
 
     def heads(self, n_kv_heads: int) -> tuple[Heads, ...]:
         """Return all heads under full tensor names, in the same order for every number of K/V heads."""
         layout = make_layer_layout(self.family, replace(self.sizes, n_kv_heads=n_kv_heads))
-        return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.positions)
+        return tuple(_prefixed(prefix, layout.heads[i]) for prefix, i in self.entries)
 
 
 def find_attention(family: Family, sizes: Sizes, layers: Layers) -> ModelLayout:
@@ -257,12 +257,12 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> ModelLayout:
         for module in names.attention:
             if (f"{module}.{names.key}.bias" in parts) != (f"{module}.{names.value}.bias" in parts):
                 raise CheckpointError(f"layer {layer} has a bias on one of K and V only; the checkpoint is incomplete.")
-    positions = []
+    entries = []
     for layer, parts in sorted(layers.items()):
         _check_layer(layer, layout, parts, present)
         prefix = _layer_prefix(parts)
-        positions += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
-    return ModelLayout(family, sizes, tuple(positions))
+        entries += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
+    return ModelLayout(family, sizes, tuple(entries))
 
 
 def _layer_prefix(parts: Mapping[str, TensorInfo]) -> str:

@@ -65,7 +65,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that can be trained, with heads or with latent attention."""
+    """The sizes of a model with K/V heads or with latent attention."""
 
     n_layers: int
     n_heads: int
@@ -290,16 +290,14 @@ def _stated_n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int, 
             return n_heads if n == "n_heads" else n, statement
     if get_key(config, key) is not None:
         return get_key(config, key), f"{key} = {get_key(config, key)}"
-    is_null = key in config
-    assumed = family.null_n_kv_heads if is_null else family.default_n_kv_heads
-    spelt = f"{key} = null" if is_null else f"no {key}"
-    if assumed == "refused":
+    assumed = family.assumed_n_kv_heads(config, n_heads)
+    spelt = f"{key} = null" if key in config else f"no {key}"
+    if assumed is None:
         raise CheckpointError(
             f"config.json says {spelt}, which the class of {family.model_type} refuses; the weights hold {n_kv_heads} "
             f"K/V heads, so set {key} to {n_kv_heads}."
         )
-    stated = n_heads if assumed == "n_heads" else assumed
-    return stated, f"{spelt}, which {family.model_type} takes as {stated}"
+    return assumed, f"{spelt}, which {family.model_type} takes as {assumed}"
 
 
 def _switched(config: Mapping[str, Any], switch: Switch) -> tuple[int | Assumed | None, str]:

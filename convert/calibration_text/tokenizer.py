@@ -65,15 +65,14 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     of_ids = "or give a text of token ids with --calibration"
     advice = f"{save}, {of_ids}"
     refusal = f"{checkpoint.path} has no {TOKENIZER_JSON}, which calibrating needs"
-    for name in (TOKENIZER_JSON, *VOCABULARIES):  # transformers would write the tokenizer to where the link leads
-        if (checkpoint.config_folder / name).is_symlink() and name not in checkpoint.side_files:
-            raise UnsupportedMethodError(
-                f"{checkpoint.config_folder / name}, which calibrating needs, is a link out of the folder, which is "
-                f"not followed; put the file itself there, or give a text of token ids with --calibration."
-            )
+    if links := unfollowed_tokenizer_links(checkpoint):  # transformers would write the tokenizer to where they lead
+        raise UnsupportedMethodError(
+            f"{checkpoint.config_folder / links[0]}, which calibrating needs, is a link out of the folder, which is "
+            f"not followed; put the file itself there, or give a text of token ids with --calibration."
+        )
     if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
-        name, commit = origin_of(checkpoint.path)
-        if commit is not None and not has_tokenizer(checkpoint.side_files):
+        name = cached_without_tokenizer(checkpoint)
+        if name is not None:
             advice = f"fetch all files of the model: hf download {name}; {of_ids}"
         raise UnsupportedMethodError(f"{refusal}; {advice}.")
     content = checkpoint.side_files.get("tokenizer.model")
@@ -86,6 +85,18 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
     if backend is None:
         raise UnsupportedMethodError(f"{refusal}, and transformers makes none of the other files; {advice}.")
     return backend
+
+
+def unfollowed_tokenizer_links(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of a tokenizer's files that are links which are not followed, so that OUT lacks them."""
+    names = (TOKENIZER_JSON, *VOCABULARIES)
+    return [n for n in names if (checkpoint.config_folder / n).is_symlink() and n not in checkpoint.side_files]
+
+
+def cached_without_tokenizer(checkpoint: Checkpoint) -> str | None:
+    """Return the name of a model on the hub, if programs have fetched it into the cache without its tokenizer."""
+    name, commit = origin_of(checkpoint.path)
+    return None if commit is None or has_tokenizer(checkpoint.side_files) else name
 
 
 def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:

@@ -106,7 +106,7 @@ def solve_each(
     query_HCX = np.zeros((sizes.n_heads, sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
     for fold in folds(target.pair_indices, sizes.head_dim // 2):
-        _share(fold, heads, query_HCX, key_CX, rest_KPX)
+        _fill_channels(fold, heads, query_HCX, key_CX, rest_KPX)
     rest_KPX *= coherence(source_rope.frequencies, source_rope.context)[:, None]
     rest_KDX = np.concatenate([rest_KPX.real, rest_KPX.imag], axis=1)
     for key_weight in key_weights:
@@ -164,7 +164,7 @@ def _components(pairs: tuple[int, ...], heads: _Heads) -> tuple[Real, Complex, C
     return values_F, vectors_FF, root_FF, inverse_FF
 
 
-def _share(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_KPX: Complex) -> None:
+def _fill_channels(fold: Fold, heads: _Heads, query_HCX: Complex, key_CX: Complex, rest_KPX: Complex) -> None:
     """Fill the channels of a fold with the principal components of its pairs; subtract them from `rest_KPX`."""
     pairs, n_kv_heads = list(fold.pairs), len(heads.k_KPX)
     keys_FX = heads.k_KPX[:, pairs].reshape(-1, heads.k_KPX.shape[2])

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 _SHARES = (0.5, 0.625, 0.75, 1.0)
 """Shares of all pairs, from the fastest on, over which equally spaced channels are tried."""
+_LONGEST_DISTANCE = 1024
+"""Tokens within which most attention stays."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,17 @@ def folds(pair_indices: tuple[float, ...], n_rotary_pairs: int) -> list[Fold]:
     """
     reach = (spacing_of(pair_indices) or 0.0) / 2
     values = sorted(set(pair_indices))
-    pair_of: dict[float, set[int]] = defaultdict(set)
+    pairs_by_value: dict[float, set[int]] = defaultdict(set)
     for pair in range(n_rotary_pairs):
         nearest = min(values, key=lambda value: abs(value - pair))
         if abs(nearest - pair) <= reach:
-            pair_of[nearest].add(pair)
+            pairs_by_value[nearest].add(pair)
     joined: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    owner = {pair: tuple(sorted(pairs)) for pairs in pair_of.values() for pair in pairs}
+    fold_of_pair = {pair: tuple(sorted(pairs)) for pairs in pairs_by_value.values() for pair in pairs}
     for channel, value in enumerate(pair_indices):
-        pairs = pair_of.get(value)
+        pairs = pairs_by_value.get(value)
         nearest_pair = min(range(n_rotary_pairs), key=lambda pair: abs(value - pair))
-        joined[tuple(sorted(pairs)) if pairs else owner.get(nearest_pair, (nearest_pair,))].append(channel)
+        joined[tuple(sorted(pairs)) if pairs else fold_of_pair.get(nearest_pair, (nearest_pair,))].append(channel)
     return [Fold(pairs, tuple(channels)) for pairs, channels in sorted(joined.items())]
 
 
@@ -121,12 +123,12 @@ def rope_parameters(source_rope: SourceRope, pair_indices: tuple[float, ...]) ->
 
 
 def coherence(frequencies: tuple[float, ...], context: int) -> NDArray[np.complex128]:
-    """Return for each pair the mean of exp(-i f Δ) over distances Δ, weighted by 1 / (Δ + 1).
+    """Return for each pair the mean of exp(-i f Δ) over distances Δ of less than 1024 tokens, weighted by 1 / (Δ + 1).
 
     An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for pairs that hardly
     rotate within the attended distance, and near 0 for the others.
     """
-    distances = np.arange(min(context, 1024))
+    distances = np.arange(min(context, _LONGEST_DISTANCE))
     weights = 1 / (distances + 1)
     phases = np.exp(-1j * np.outer(frequencies, distances))
     return np.asarray(phases @ weights / weights.sum())

@@ -36,8 +36,7 @@ class LatentRecipe(Recipe):
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     pair_indices: tuple[float, ...] | None = None
-    """Of the rotated key's channels (`convert.latent.frequencies`), recorded as `positions`; None before they are
-    chosen."""
+    """Of the rotated key's channels (`convert.latent.frequencies`); None before they are chosen."""
     dtype: LatentDtype | None = None
     """The dtype of all weights; None for the source's own."""
 
@@ -57,7 +56,7 @@ class LatentRecipe(Recipe):
             "latent": {
                 "latent": self.kv_lora_rank, "rope": self.qk_rope_head_dim, "norm": self.norm,
                 "frequencies": self.frequencies, "method": self.latent_method,
-                "positions": None if self.pair_indices is None else list(self.pair_indices),
+                "pair_indices": None if self.pair_indices is None else list(self.pair_indices),
                 **({} if self.dtype is None else {"dtype": self.dtype}),
             },
         }  # fmt: skip
@@ -91,12 +90,12 @@ def read_latent_recipe(record: dict[str, Any], recipe: Recipe, path: Path) -> La
         if recipe.text is None and (recipe.refit or recipe.refine):
             raise InputError("refit and refine need a calibration, which is missing")
         check_types(latent, {"latent": int, "rope": int, "norm": str, "frequencies": str, "method": str})
-        pair_indices = latent.get("positions")
+        pair_indices = latent.get("pair_indices")
         n_channels = latent["rope"] // 2
         if not isinstance(pair_indices, list) or n_channels < 1 or len(pair_indices) != n_channels:
-            raise InputError("latent.positions does not fit latent.rope")
+            raise InputError("latent.pair_indices does not fit latent.rope")
         if not all(is_finite(index) and 0 <= index < 1 << 16 for index in pair_indices):
-            raise InputError("latent.positions holds another value than a number of at least 0")
+            raise InputError("latent.pair_indices holds another value than a number of at least 0")
         for key, known in (("norm", LATENT_NORMS), ("frequencies", FREQUENCIES), ("method", LATENT_METHODS)):
             if latent[key] not in known:
                 raise InputError(f"latent.{key} has an unknown value")

@@ -80,7 +80,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     useful = {}
     for kv_lora_rank, qk_rope_head_dim in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
-            sizes = choose_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps")
+            sizes = checked_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps")
             if sizes.cached < sizes.source_cached:
                 useful[kv_lora_rank, qk_rope_head_dim] = sizes
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
@@ -104,7 +104,7 @@ def default_sizes(geometry: Geometry, kv_lora_rank: int | None, qk_rope_head_dim
     return DEFAULT_CACHED - qk_rope_head_dim if kv_lora_rank is None else kv_lora_rank, qk_rope_head_dim
 
 
-def choose_sizes(
+def checked_sizes(
     geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind,
     frequencies: Frequencies = "longrope",
 ) -> LatentSizes:  # fmt: skip

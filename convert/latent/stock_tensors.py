@@ -17,10 +17,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from convert.latent.matrices import LatentMatrices
 from convert.latent.sizes import LatentSizes
-from convert.layer_tensors.head_matrices import Real, join_heads, split_heads
+from convert.layer_tensors.head_matrices import Real, half_split_order, join_heads, split_heads
 from convert.layer_tensors.rounding import BFLOAT16, round_once
 from model.checkpoint.latent_norm import KV_A, KV_A_NORM, KV_B, LATENT_CONSTANT, LATENT_SHRINK, norm_weight
 
@@ -65,13 +66,14 @@ def to_stock_tensors(
 
     `scale`: factor of the output. γ is rounded here, and the projection after it divided by the error.
     """
-    query_HQX = np.concatenate([attention.q_HNX, interleaved(attention.q_HRX)], axis=1)
+    interleaved = np.argsort(_half_split_order(sizes))
+    query_HQX = np.concatenate([attention.q_HNX, attention.q_HRX.take(interleaved, axis=1)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.qk_head_dim / sizes.head_dim)  # the class divides logits by its size's root
     gain = norm_weight(sizes.norm, sizes.kv_lora_rank)
     rows = attention.latent_LX * (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     rounded = rounded_weight(sizes)
     up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
-    key_RX = interleaved(attention.key_RX[None])[0]
+    key_RX = attention.key_RX.take(interleaved, axis=0)
     if sizes.norm == "bias":
         rows, up_HUL = np.pad(rows, ((0, 1), (0, 0))), np.pad(up_HUL, ((0, 0), (0, 0), (0, 1)))
     latent_bias = np.zeros(sizes.cached)
@@ -95,11 +97,12 @@ def from_stock_tensors(tensors: dict[str, Real], sizes: LatentSizes, names: Stoc
     gain_L = gamma[: sizes.latent_dim] / norm_weight(sizes.norm, sizes.kv_lora_rank)
     up_HUL = up.reshape(sizes.n_heads, -1, sizes.kv_lora_rank)[:, :, : sizes.latent_dim] * gain_L
     latent_LX = rows[: sizes.latent_dim] / (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
+    half_split = _half_split_order(sizes)
     return LatentMatrices(
         q_HNX=query_HQX[:, : sizes.qk_nope_head_dim],
-        q_HRX=half_split(query_HQX[:, sizes.qk_nope_head_dim :]),
+        q_HRX=query_HQX[:, sizes.qk_nope_head_dim :].take(half_split, axis=1),
         latent_LX=latent_LX,
-        key_RX=half_split(rows[None, sizes.kv_lora_rank :])[0],
+        key_RX=rows[sizes.kv_lora_rank :].take(half_split, axis=0),
         k_HNL=up_HUL[:, : sizes.qk_nope_head_dim],
         v_HDL=up_HUL[:, sizes.qk_nope_head_dim :],
         o_HMD=split_heads(output, sizes.n_heads) / scale,
@@ -111,13 +114,6 @@ def rounded_weight(sizes: LatentSizes) -> float:
     return float(round_once(np.array([norm_weight(sizes.norm, sizes.kv_lora_rank)]), BFLOAT16).astype(np.float64)[0])
 
 
-def interleaved(rows_HRX: Real) -> Real:
-    """Return rows of the half-split order so that dimensions 2i and 2i + 1 are rotated together."""
-    n_heads, n_rows, _ = rows_HRX.shape
-    return rows_HRX.reshape(n_heads, 2, n_rows // 2, -1).swapaxes(1, 2).reshape(n_heads, n_rows, -1)
-
-
-def half_split(rows_HRX: Real) -> Real:
-    """Return the inverse of `interleaved`."""
-    n_heads, n_rows, _ = rows_HRX.shape
-    return rows_HRX.reshape(n_heads, n_rows // 2, 2, -1).swapaxes(1, 2).reshape(n_heads, n_rows, -1)
+def _half_split_order(sizes: LatentSizes) -> NDArray[np.intp]:
+    """Return the order that puts rotated dimensions 2i and 2i + 1 of the stock class at i and i + R/2."""
+    return half_split_order(sizes.qk_rope_head_dim, sizes.qk_rope_head_dim // 2, "interleaved")

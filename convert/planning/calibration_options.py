@@ -21,6 +21,11 @@ class CalibrationOptions:
     seed: int = 0
 
     @property
+    def n_tokens(self) -> int:
+        """Tokens of the calibration text to use."""
+        return self.calibration_tokens or DEFAULT_TOKENS
+
+    @property
     def calibration_option(self) -> str | None:
         """An option that was given and needs a calibration text."""
         given = {
@@ -32,7 +37,12 @@ class CalibrationOptions:
 
 
 def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[CalibrationText, str]:
-    """Return the calibration text, and the device. Raises UnsupportedMethodError if the model cannot be run on it."""
+    """Return the calibration text, and the device.
+
+    Raises UnsupportedMethodError if the model cannot be run, or has no tokenizer that can be opened; CheckpointError if
+    the text is missing, too short or of another model's tokens, or if there is too little memory to write it;
+    InputError if the device is not available, or a file of the text cannot be read.
+    """
     try:
         from convert.calibration.generated_text import TextGeneration
         from convert.layers.incremental_decoder import check_can_generate
@@ -41,10 +51,9 @@ def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[Cali
         raise UnsupportedMethodError(NO_TORCH) from error
     layers = open_checked(checkpoint, options.device)
     name = SHIPPED if options.calibration is None else options.calibration
-    n_tokens = options.calibration_tokens or DEFAULT_TOKENS
     if SELF in split_name(name):
         check_can_generate(checkpoint)
-    text = read_calibration_text(checkpoint, name, n_tokens)
+    text = read_calibration_text(checkpoint, name, options.n_tokens)
     check_tokens(layers, text)
     if text.generated:
         generated = TextGeneration.of(checkpoint, text, options.seed, str(layers.device))

@@ -9,10 +9,10 @@ from typing import Any
 from convert.latent.frequencies import rope_parameters
 from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
-from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, choose_sizes
+from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, checked_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source
-from convert.planning.notes import partly_cached
+from convert.planning.notes import note_on_uncached_tokenizer
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, TensorInfo
@@ -62,12 +62,12 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
     """Plan a conversion of `checkpoint` to latent attention. Raises CheckpointError if that is impossible."""
     source = read_source(checkpoint)
     geometry = source.geometry
-    sizes = choose_sizes(geometry, recipe.kv_lora_rank, recipe.qk_rope_head_dim, recipe.norm, recipe.frequencies)
+    sizes = checked_sizes(geometry, recipe.kv_lora_rank, recipe.qk_rope_head_dim, recipe.norm, recipe.frequencies)
     _check_dtype(checkpoint, recipe)
     if recipe.pair_indices is not None and max(recipe.pair_indices) > source.rope.n_rotary_pairs:
         raise CheckpointError(
-            f"{CONVERSION_RECORD} records a channel at position {max(recipe.pair_indices):g}, but the source's heads "
-            f"have {source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
+            f"{CONVERSION_RECORD} records the pair index {max(recipe.pair_indices):g}, but the source's heads have "
+            f"{source.rope.n_rotary_pairs} RoPE pairs; the record is damaged, or that of another model."
         )
     scale = math.sqrt(LATENT_NORM_EPSILON / source.config.rms_norm_eps)
     layers = tuple(
@@ -96,7 +96,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         conversions=layers,
         config_json=latent_config(checkpoint, geometry, source.config, sizes, rope, layers[0].dtype(checkpoint)),
         code=None,
-        notes=(*checkpoint.notes, *partly_cached(checkpoint), *_notes(sizes, recipe, rope)),
+        notes=(*checkpoint.notes, *note_on_uncached_tokenizer(checkpoint), *_notes(sizes, recipe, rope)),
         rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,

@@ -79,7 +79,7 @@ def make_merge_plan(
     family = geometry.family
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, recipe.method)
-    _check_slices(checkpoint, geometry, n_kv_heads)
+    _check_pretraining_tp(checkpoint, geometry, n_kv_heads)
     changes = n_kv_heads != geometry.n_kv_heads
     merges: tuple[LayerMerge, ...] = ()
     computed: dict[str, OutputTensor] = {}
@@ -138,7 +138,7 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     raise CheckpointError(f"{problem}, and repeat-kv makes no other number of them for {geometry.model_type}.")
 
 
-def _check_slices(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
+def _check_pretraining_tp(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
     config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
     slices = config.get("pretraining_tp") or 1
     if type(slices) is not int or slices < 1 or n_kv_heads * geometry.head_dim % slices:

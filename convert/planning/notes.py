@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from convert.calibration_text.tokenizer import cached_without_tokenizer, unfollowed_tokenizer_links
 from convert.merging.recipe import MergeRecipe
 from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
-from model.checkpoint.hub import origin_of
-from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, has_tokenizer
 from model.families import Family
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
@@ -50,7 +49,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *partly_cached(checkpoint),
+        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *note_on_uncached_tokenizer(checkpoint),
     )  # fmt: skip
 
 
@@ -99,15 +98,14 @@ def _rope_of_version_5(config: Mapping[str, Any], family: Family) -> Iterator[st
         )
 
 
-def partly_cached(checkpoint: Checkpoint) -> Iterator[str]:
+def note_on_uncached_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note on a model in the Hugging Face cache of which programs have fetched the config and weights only."""
-    name, commit = origin_of(checkpoint.path)
-    if commit is not None and not has_tokenizer(checkpoint.side_files):
+    name = cached_without_tokenizer(checkpoint)
+    if name is not None:
         yield f"the cache holds no tokenizer of {name}, so the output has none; fetch all files: hf download {name}."
 
 
 def _linked_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note if OUT will lack the tokenizer, because it is a link that is not followed."""
-    for name in (TOKENIZER_JSON, *VOCABULARIES):
-        if (checkpoint.config_folder / name).is_symlink() and name not in checkpoint.side_files:
-            yield f"{name} is a link out of SOURCE and is not copied; put the file itself there, or into OUT."
+    for name in unfollowed_tokenizer_links(checkpoint):
+        yield f"{name} is a link out of SOURCE and is not copied; put the file itself there, or into OUT."

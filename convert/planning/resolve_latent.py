@@ -3,11 +3,11 @@
 import shlex
 from dataclasses import dataclass, replace
 
-from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
+from convert.calibration_text.choices import NONE
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
 from convert.latent.recipe import LATENT, LatentRecipe, default_pair_indices, is_exact
-from convert.latent.sizes import LatentSizes, choose_sizes, default_sizes, largest_latent, suggested_sizes
+from convert.latent.sizes import LatentSizes, checked_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.latent_source import read_source
 from model.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
     kv_lora_rank, qk_rope_head_dim = default_sizes(source.geometry, options.latent, options.rope)
     if options.latent is None:
         _check_default(checkpoint, source.geometry, kv_lora_rank, qk_rope_head_dim, options)
-    sizes = choose_sizes(source.geometry, kv_lora_rank, qk_rope_head_dim, options.latent_norm)
+    sizes = checked_sizes(source.geometry, kv_lora_rank, qk_rope_head_dim, options.latent_norm)
     frequencies = _frequencies(source.rope, sizes, options)
     recipe = LatentRecipe(
         LATENT,
@@ -51,17 +51,18 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         latent_method=options.method,
         dtype=options.dtype,
     )
+    with_default_indices = replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
+    if options.method == "fit" and (options.calibration == NONE or is_exact(sizes, frequencies)):
+        _refuse_unused(options, sizes, frequencies)
+        return with_default_indices
     if options.method != "fit":
         _check_baseline(options, sizes, frequencies, source.rope)
-        recipe = replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
-    elif options.calibration == NONE or is_exact(sizes, frequencies):
-        _refuse_unused(options, sizes, frequencies)
-        return replace(recipe, pair_indices=default_pair_indices(source.rope, sizes, frequencies))
-    fits, refine = options.method == "fit", options.refine
-    if refine is None:
-        refine = options.calibration_tokens or DEFAULT_TOKENS if fits else 0
+        text, device = read_text(checkpoint, options)
+        refine = options.refine or 0
+        return replace(with_default_indices, refine=refine, text=text, device=device, seed=options.seed)
     text, device = read_text(checkpoint, options)
-    return replace(recipe, refit=fits, refine=refine, text=text, device=device, seed=options.seed)
+    refine = options.n_tokens if options.refine is None else options.refine
+    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed)
 
 
 def _check_default(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from convert.calibration_text.choices import DEFAULT_TOKENS, NONE
+from convert.calibration_text.choices import NONE
 from convert.errors import UnsupportedMethodError
 from convert.merging.clipping import find_clip
 from convert.merging.methods import CALIBRATED, LAYER_METHODS
@@ -58,7 +58,7 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
         return _recipe(checkpoint, geometry, options)
     if options.calibration == NONE:
         return _recipe(checkpoint, geometry, replace(options, method="mean"))
-    refine = options.calibration_tokens or DEFAULT_TOKENS if options.refine is None else options.refine
+    refine = options.n_tokens if options.refine is None else options.refine
     try:
         return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True, refine=refine))
     except UnsupportedMethodError as error:

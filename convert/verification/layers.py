@@ -61,7 +61,7 @@ def compare_layer_tensor(
     Any later change to the tensor is found by the recorded checksum.
     """
     out, expected = comparison.out, layers.get(layer).tensors[name]
-    actual = out.rows(name, 0, out.tensors[name].shape[0])
+    actual = out.all_rows(name)
     if actual.tobytes() == expected.tobytes():
         return []
     if is_compared_by_errors(layer.recipe):
@@ -97,7 +97,7 @@ def compare_by_errors(comparison: Comparison, layers: ConvertedLayerCache, scrat
     def versions(index: int) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return a layer's tensors in OUT, and the recomputed ones."""
         expected = layers.get(plan.conversions[index]).tensors
-        return {name: out.rows(name, 0, out.tensors[name].shape[0]) for name in expected}, expected
+        return {name: out.all_rows(name) for name in expected}, expected
 
     def weights(index: int) -> "list[HeadWeights | LatentWeights]":
         wide = ({name: widen(x).astype(np.float64) for name, x in tensors.items()} for tensors in versions(index))

@@ -62,9 +62,10 @@ def verify(
     with open_checkpoint(out_path) as out, TemporaryDirectory() as folder:
         _check_format(out, out_path)
         plan = _recorded_plan(source, out_path, record, device, findings)
-        read = _compare_until_one_is_equal(source, record)
-        differences = list(chain.from_iterable(read.values()))
-        if read and all(read.values()):  # all else would differ too, after hours of calibration
+        source_differences = _compare_until_one_is_equal(source, record)
+        differences = list(chain.from_iterable(source_differences.values()))
+        # If every file differs, all else would differ too, after hours of calibration.
+        if source_differences and all(source_differences.values()):
             findings.differences = [f"{out_path} was not made from {source.path} as it is now: {differences[0]}"]
             return findings
         findings.differences += differences
@@ -73,7 +74,7 @@ def verify(
         layers = recompute_layers(comparison, scratch, workers, quiet)
         if layers is not None and is_compared_by_errors(plan.recipe) and plan.computed.keys() <= set(names):
             compare_by_errors(comparison, layers, scratch / "scored")
-        unread = [path for path in source.weight_files if path not in read]
+        unread = [path for path in source.weight_files if path not in source_differences]
         _compare_contents(comparison, layers, names, unread, workers, quiet)
         compare_files(comparison)
     return findings
@@ -254,8 +255,7 @@ def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int)
 
 
 def _compare_recorded_tensor(comparison: Comparison, name: str) -> list[str]:
-    out = comparison.out
-    sha256 = digest(out.rows(name, 0, out.tensors[name].shape[0]))
+    sha256 = digest(comparison.out.all_rows(name))
     if comparison.record["sha256"].get(name) == sha256:
         return []
     return [f"the tensor {name} has SHA-256 {sha256[:12]}…, not the one recorded at conversion"]

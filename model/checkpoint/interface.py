@@ -38,7 +38,7 @@ class Checkpoint(ABC):
     path: Path
     """The folder or file that the user named."""
     format: str
-    """The reader's name, for provenance."""
+    """The reader's name in `model.checkpoint.READERS`."""
     tensors: dict[str, TensorInfo]
     shards: tuple[Shard, ...]
     config: dict[str, Any]
@@ -73,6 +73,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Return rows `start:stop` of a tensor's first axis in the tensor's dtype."""
+
+    def all_rows(self, name: str) -> Array:
+        """Return all rows of a tensor in the tensor's dtype."""
+        return self.rows(name, 0, self.tensors[name].shape[0])
 
     @abstractmethod
     def span(self, name: str) -> Span | None:

@@ -216,7 +216,7 @@ def _check_values(checkpoint: Checkpoint, tensor: TensorInfo, expected: float | 
     """Raise CheckpointError if a tensor of one axis does not hold what the conversion wrote."""
     if len(tensor.shape) != 1 or tensor.dtype not in FLOAT_DTYPES:
         raise _changed(checkpoint, tensor.name)
-    values = checkpoint.rows(tensor.name, 0, tensor.shape[0]).astype(np.float64)
+    values = checkpoint.all_rows(tensor.name).astype(np.float64)
     if not np.allclose(values, expected, rtol=1e-6, atol=0.0):
         raise _changed(checkpoint, tensor.name)
 

@@ -185,9 +185,9 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 def _n_kv_heads(config: Mapping[str, Any], family: Family, n_heads: int) -> int:
     """Return the number of K/V heads as the family's config class does, also for an absent or null key."""
     key = family.keys.n_kv_heads
-    assumed = family.null_n_kv_heads if key in config else family.default_n_kv_heads
-    if config.get(key) is None and assumed != "refused":
-        return n_heads if assumed == "n_heads" else assumed
+    assumed = family.assumed_n_kv_heads(config, n_heads)
+    if config.get(key) is None and assumed is not None:
+        return assumed
     n_kv_heads = config_size(config, key)
     if n_heads % n_kv_heads:
         raise CheckpointError(f"config.json has {key} = {n_kv_heads}, which does not divide {n_heads} query heads.")

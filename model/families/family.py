@@ -227,6 +227,13 @@ class Family:
         """Whether the stock class supports any number of K/V heads through one key of the config."""
         return self.switch is None and self.custom_code is None
 
+    def assumed_n_kv_heads(self, config: Mapping[str, Any], n_heads: int) -> int | None:
+        """Return the number of K/V heads that the class assumes if the config gives none; None if it refuses that."""
+        assumed = self.null_n_kv_heads if self.keys.n_kv_heads in config else self.default_n_kv_heads
+        if assumed == "refused":
+            return None
+        return n_heads if assumed == "n_heads" else assumed
+
     def rope_keys_without_place(self, rope: Mapping[str, Any]) -> list[str]:
         """Return the keys of `rope_parameters` for which the class has none in transformers 4."""
         if self.rope_scaling_v4 is None:

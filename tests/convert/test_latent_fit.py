@@ -67,7 +67,7 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert tiny.snapshot(tmp_path / "one") == tiny.snapshot(tmp_path / "two")
     record = json.loads((tmp_path / "one/groupwise.json").read_text())
     assert (record["method"], record["refit"], record["refine"]) == ("latent", True, 1024)
-    assert len(record["latent"]["positions"]) == 4
+    assert len(record["latent"]["pair_indices"]) == 4
     card = (tmp_path / "one/README.md").read_text()
     assert "each layer refined on 1,024 tokens" in card
     assert "Open it in bfloat16 or float32: in float16 it computes NaN." in card
@@ -344,7 +344,7 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert summary["latent"] == record["latent"]
-    assert summary["latent"]["positions"] is not None
+    assert summary["latent"]["pair_indices"] is not None
     assert any("rope_type longrope" in note for note in summary["notes"])
 
 

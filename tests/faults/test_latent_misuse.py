@@ -276,9 +276,9 @@ def test_overwriting_and_a_dry_run(convert, source, tmp_path):
     [
         ({"latent": None}, ("latent is missing",)),
         ({"latent": {"latent": 12}}, ("damaged",)),
-        ({"positions": [0.0]}, ("latent.positions does not fit",)),
-        ({"positions": [0.0, 1.0, 2.0, "x"]}, ("latent.positions",)),
-        ({"positions": [0.0, 1.0, 2.0, 300.0]}, ("position 300", "4 RoPE pairs")),
+        ({"pair_indices": [0.0]}, ("latent.pair_indices does not fit",)),
+        ({"pair_indices": [0.0, 1.0, 2.0, "x"]}, ("latent.pair_indices",)),
+        ({"pair_indices": [0.0, 1.0, 2.0, 300.0]}, ("pair index 300", "4 RoPE pairs")),
         ({"norm": "none"}, ("latent.norm",)),
         ({"dtype": "float16"}, ("latent.dtype has an unknown value",)),
         ({"refine_tokens": 100}, ("refine need a calibration",)),
