@@ -31,6 +31,7 @@ from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
 from uptrain.training.logits import micro_batch_without_gradients
 from uptrain.training.loss_module import LossModule
+from uptrain.training.loss_values import perplexity
 from uptrain.training.losses import WITHOUT_TEACHER
 
 
@@ -57,7 +58,7 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
     with TemporaryDirectory(prefix="groupwise-") as scratch:
         result, seq_len = _evaluate(options, Path(scratch), quiet)
     destroy_process_group()
-    return {**result.to_dict(), "perplexity": result.perplexity, "seq_len": seq_len}
+    return {**result.to_dict(), "perplexity": perplexity(result.loss), "seq_len": seq_len}
 
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[EvalResult, int]:

@@ -58,6 +58,16 @@ def test_report_of_numbers_of_any_size(tmp_path, uptrain):
     uptrain("report", write_run(tmp_path / "run", records)).succeeded()
 
 
+def test_perplexities_up_to_the_largest_float(tmp_path, uptrain, text_only):
+    """It is e^709.78; exp() raises OverflowError beyond."""
+    run = write_run(
+        tmp_path / "run", [evaluation(0, 705.0), step(1), evaluation(1, 710.0), step(2), evaluation(2, None)]
+    )
+    uptrain("report", run).succeeded()
+    cells = re.findall(r"<td>([^<]*)</td><td>([^<]*)</td></tr>", (run / "report.html").read_text())
+    assert [*cells[-3:]] == [("705.0000", "1.505e+306"), ("710.0000", "—"), ("not finite", "—")]
+
+
 def test_page_stands_alone(tmp_path, uptrain, page_only):
     """One valid file that asks for nothing outside, in colours for light and dark, with names that are text."""
     name = "a<b>& $x^2$"

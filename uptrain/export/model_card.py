@@ -11,7 +11,8 @@ from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
+from uptrain.report.history import format_recovered, merge_cost, recovered_fraction
+from uptrain.training.loss_values import format_loss
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"

@@ -98,11 +98,6 @@ def recovered_fraction(first: Record, current: Record) -> float | None:
     return float((first["loss"] - after) / cost)
 
 
-def format_loss(value: float | None) -> str:
-    """Return a loss in nats per token as text. JSON holds a loss that is not finite as null."""
-    return "not finite" if value is None else f"{value:z.4f}"
-
-
 def format_recovered(fraction: float | None, cost: float | None) -> str | None:
     """Return the recovered fraction as text, or why there is none; None if the merge cost is unknown."""
     if fraction is not None:
