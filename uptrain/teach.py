@@ -23,7 +23,7 @@ from model.common.launcher_variables import world_size
 from model.common.staging import Staging, check_out, check_room
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
-from uptrain.budget.conversion_record import merge_method
+from uptrain.budget.conversion_record import conversion_method
 from uptrain.data.batch import Batch
 from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
 from uptrain.data.teacher_logits import (
@@ -70,7 +70,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
     check_lm_heads([options.model])
     cache = TokenCache.open(options.data)
-    if merge_method(options.model) is not None:
+    if conversion_method(options.model) is not None:
         console.warn(
             f"{options.model} is a converted model (groupwise.json); the parent that it was converted from is usually "
             "the better teacher."

@@ -238,13 +238,15 @@ def test_recovered_fraction(first, now, expected):
     assert recovered_fraction(first, now) == expected
 
 
-@pytest.mark.parametrize(("before", "shown"), [(2.001, "none, the merge cost nothing measurable"), (2.5, "160.0%")])
-def test_a_merge_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
+@pytest.mark.parametrize(
+    ("before", "shown"), [(2.001, "none: the conversion cost less than 0.01 nats"), (2.5, "160.0%")]
+)
+def test_a_conversion_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
     run = write_run(tmp_path / "run", [with_teacher(0, before), step(1), with_teacher(1, 1.7)])
     uptrain("report", run).succeeded()
     assert f"<dt>recovered fraction</dt><dd>{shown}</dd>" in (run / "report.html").read_text()
     status = json.loads(uptrain("status", run, "--json").out)["evaluation"]
-    assert status["merge_cost"] == pytest.approx(before - 2.0)
+    assert status["conversion_cost"] == pytest.approx(before - 2.0)
     assert (status["recovered_fraction"] is None) == (before == 2.001)
 
 

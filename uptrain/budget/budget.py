@@ -15,7 +15,7 @@ from typing import Any
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
-from uptrain.budget.conversion_record import merge_method
+from uptrain.budget.conversion_record import conversion_method
 from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.methods import PEAK_DIVISOR, peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
@@ -137,7 +137,7 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     from model.language_model import wrapper_of
     from uptrain.models.trainable_parts import knows_attention
 
-    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
+    is_part = wrapper_of(config) is not None or conversion_method(folder) is not None
     return "attention" if knows_attention(config) and is_part else "all"
 
 

@@ -120,7 +120,7 @@ def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None)
         rows.append(("teacher's loss", format_loss(evaluation["teacher_loss"], _UNIT)))
         rows.append(("KL from the teacher", format_loss(evaluation["kl"], _UNIT)))
         rows.append(("agreement", f"{evaluation['agreement']:.1%}"))
-    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
+    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["conversion_cost"]):
         rows.append(("recovered fraction", recovered))
     return rows
 

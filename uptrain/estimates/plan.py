@@ -19,7 +19,7 @@ from uptrain.budget.budget import (
     repetition_warning,
 )
 from uptrain.budget.conversion_record import (
-    merge_method,
+    conversion_method,
     no_teacher_warning,
     source_names,
     teacher_warning,
@@ -73,7 +73,7 @@ class _Run:
     options: PlanOptions
     trainable: str
     method: str | None
-    """How Groupwise merged the heads (`merge_method`)."""
+    """How Groupwise changed the attention (`conversion_method`)."""
     budget: Budget
     schedule: Schedule
     estimator: MemoryEstimator
@@ -132,7 +132,7 @@ def _resolve(options: PlanOptions) -> _Run:
     """
     seq_len = choose_seq_len(options.seq_len, options.data, options.model)
     with open_language_model(options.model) as checkpoint:
-        method = merge_method(options.model)
+        method = conversion_method(options.model)
         trainable = options.trainable or default_trainable(options.model, checkpoint.config)
         part_pattern(trainable, checkpoint.config)
         rank = adapter_rank(options.lora_rank, trainable) or DEFAULT_RANK
@@ -325,6 +325,6 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
     measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
-    facts = None if was_uptrained(model) else find_facts(merge_method(model))
+    facts = None if was_uptrained(model) else find_facts(conversion_method(model))
     expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"

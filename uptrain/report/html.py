@@ -100,7 +100,7 @@ def _summary(history: History, of_name: str) -> str:
                 ("teacher's loss", format_loss(last["teacher_loss"])),
                 ("KL from the teacher", format_loss(last["kl"])),
             ]
-        recovered = format_recovered(last["recovered_fraction"], last["merge_cost"])
+        recovered = format_recovered(last["recovered_fraction"], last["conversion_cost"])
         if recovered:
             figures.append(("recovered fraction", recovered))
     entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)

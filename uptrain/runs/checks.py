@@ -58,7 +58,9 @@ def check_teacher_logits(logits: TeacherLogits, vocab_size: int) -> None:
 def check_is_not_student(model: Path | None, teacher: Path) -> None:
     """Raise InputError if the teacher is the model itself: their divergence is 0, and nothing would be trained."""
     if model is not None and model_sha256(model) == model_sha256(teacher):
-        raise InputError(f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was merged from.")
+        raise InputError(
+            f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was converted from."
+        )
 
 
 def warn_of_own_logits(model: Path | None, folder: Path) -> None:
@@ -70,5 +72,5 @@ def warn_of_own_logits(model: Path | None, folder: Path) -> None:
     if model is not None and is_local_main_process() and model_sha256(model) == teacher:
         warn(
             f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it "
-            "was merged from should write them (uptrain teach PARENT)."
+            "was converted from should write them (uptrain teach PARENT)."
         )

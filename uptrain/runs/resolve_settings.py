@@ -11,7 +11,7 @@ from model.common.files import check_name
 from model.common.launcher_variables import is_local_main_process, world_size
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
-from uptrain.budget.conversion_record import merge_method, source_names
+from uptrain.budget.conversion_record import conversion_method, source_names
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
@@ -39,7 +39,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     rank = adapter_rank(options.lora_rank, trainable)
     if problem := rate_problem(options.budget, options.optimizer):
         raise InputError(problem)
-    method = merge_method(folder) if options.model else None
+    method = conversion_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
