@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from model.common.command_options import AUTO_DEVICE
-from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
-from model.common.launcher_variables import is_local_main_process, world_size
+from model.common.launcher_variables import world_size
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
 from uptrain.budget.conversion_record import conversion_method, source_names
@@ -16,9 +15,10 @@ from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import choose_device, default_precision
+from uptrain.distributed.collectives import warn_on_local_main
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
-from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, warn_if_too_large
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, too_large_warning
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
 
@@ -132,10 +132,10 @@ def _micro_batch(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
     estimator.check_lora_rank(chosen.trainable)
-    if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
-        warn(warning)
+    warn_on_local_main(estimator.activation_warning(chosen.trainable))
     if options.micro_batch:
-        warn_if_too_large(estimator, replace(chosen, micro_batch=min(options.micro_batch, n_windows)))
+        as_run = replace(chosen, micro_batch=min(options.micro_batch, n_windows))
+        warn_on_local_main(too_large_warning(estimator, as_run))
         return options.micro_batch
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 
