@@ -86,9 +86,9 @@ def _loss(options: RunOptions) -> str:
     """Return the loss. Raises InputError if it does not agree with the teacher."""
     if options.teacher and options.teacher_logits:
         raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
-    taught = options.teacher or options.teacher_logits
-    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and taught is None:
+    has_teacher = bool(options.teacher or options.teacher_logits)
+    loss = options.loss or ("distill" if has_teacher else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and not has_teacher:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     if loss == WITHOUT_TEACHER and options.teacher_logits:
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
