@@ -129,7 +129,7 @@ class MemoryEstimator:
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora_rank: int = DEFAULT_RANK
-    always_float32: frozenset[str] = frozenset()
+    always_float32_names: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
     measure_kept: "Callable[[str], KeptBytes | InputError] | None" = None
     """Measures what transformers' class keeps when a part is trained, or returns why it cannot be measured. None: it is
@@ -162,7 +162,7 @@ class MemoryEstimator:
             )
         inner = checks.config_size(config, "intermediate_size")
         teacher_tensors, equal = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
-        float32 = _read_always_float32(model, config)
+        float32 = _read_always_float32_names(model, config)
         kept = _make_measure_kept(model, config, seq_len, precision, lora_rank)
         return cls(
             tensors=tensors,
@@ -175,7 +175,7 @@ class MemoryEstimator:
             precision=precision,
             optimizer=optimizer,
             lora_rank=lora_rank,
-            always_float32=float32,
+            always_float32_names=float32,
             measure_kept=kept,
         )
 
@@ -189,13 +189,13 @@ class MemoryEstimator:
     def memory(self, chosen: MemoryOptions) -> Memory:
         """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
-        Tensors of the teacher count as shared if they are in `equal_to_teacher`, frozen, and not `always_float32`.
+        Tensors of the teacher count as shared if they are in `equal_to_teacher`, frozen, and not always float32.
         """
         pattern, compute_bytes = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = self.trained(chosen.trainable)
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
-        float32_frozen = {tensor for tensor in frozen if tensor.name in self.always_float32}
+        float32_frozen = {tensor for tensor in frozen if tensor.name in self.always_float32_names}
         shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - float32_frozen
         stored_bytes = BITS[common_dtype(self.tensors)] // 8
         activations, logits = self._activation_bytes(chosen), self._logit_bytes(tokens)
@@ -238,7 +238,7 @@ class MemoryEstimator:
     def adapted(self) -> list[TensorInfo]:
         """Return the matrices that have an adapter with `--trainable lora`: of every linear layer in decoder layers."""
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
-        return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
+        return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32_names]
 
     def check_lora_rank(self, part: str) -> None:
         """Raise InputError if adapters are trained, and their rank is higher than that of any matrix."""
@@ -323,13 +323,13 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
         return teacher_tensors, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
 
 
-def _read_always_float32(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return `MemoryEstimator.always_float32`. It depends on the modules of transformers' classes, which need torch."""
+def _read_always_float32_names(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return `MemoryEstimator.always_float32_names`. They depend on modules of transformers, which need torch."""
     if is_native(config) or not knows_attention(config):
         return frozenset()
-    from uptrain.models.load import float32_names
+    from uptrain.models.load import stored_always_float32_names
 
-    return float32_names(model)
+    return stored_always_float32_names(model)
 
 
 def _make_measure_kept(

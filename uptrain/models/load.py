@@ -19,7 +19,12 @@ from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
 from uptrain.models.casting_layers import autocast_experts
-from uptrain.models.frozen_parameters import freeze_all_but, set_dtypes, set_dtypes_of_uninitialized, uncast_names
+from uptrain.models.frozen_parameters import (
+    always_float32_names,
+    freeze_all_but,
+    set_dtypes,
+    set_dtypes_of_uninitialized,
+)
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
 
@@ -215,15 +220,15 @@ def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
-def float32_names(folder: Path) -> frozenset[str]:
+def stored_always_float32_names(folder: Path) -> frozenset[str]:
     """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
 
     Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
     """
     if is_native(read_language_config(folder)):
         return frozenset()
-    wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
-    return frozenset(file_name for name in wide for file_name in stored[name.removeprefix(THEIRS)])
+    names, stored = always_float32_names(build_meta_from_config(folder)), stored_names(folder)
+    return frozenset(file_name for name in names for file_name in stored[name.removeprefix(THEIRS)])
 
 
 def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], str]:
