@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from model.common import console
 from model.common.errors import InputError, prefix_path
-from model.common.launcher_variables import is_local_main_process, several_machines
+from model.common.launcher_variables import several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
 from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
@@ -19,7 +19,7 @@ from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_prepared_data, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
-from uptrain.distributed.collectives import destroy_process_group, on_main
+from uptrain.distributed.collectives import destroy_process_group, on_main, warn_on_local_main
 from uptrain.distributed.fsdp import is_sharded
 from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing, check_teachers_tokenizer
@@ -31,6 +31,7 @@ from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
 from uptrain.training.logits import micro_batch_without_gradients
 from uptrain.training.loss_module import LossModule
+from uptrain.training.loss_values import perplexity
 from uptrain.training.losses import WITHOUT_TEACHER
 
 
@@ -57,7 +58,7 @@ def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, A
     with TemporaryDirectory(prefix="groupwise-") as scratch:
         result, seq_len = _evaluate(options, Path(scratch), quiet)
     destroy_process_group()
-    return {**result.to_dict(), "perplexity": result.perplexity, "seq_len": seq_len}
+    return {**result.to_dict(), "perplexity": perplexity(result.loss), "seq_len": seq_len}
 
 
 def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[EvalResult, int]:
@@ -69,11 +70,11 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
         with prefix_path(each):
             check_packing(build_meta_from_folder(each), seq_len)
     config = read_language_config(options.model)
-    warnings = [context_warning(config, seq_len), text_only_warning(config, trained=False)]
-    if options.teacher is not None:
-        warnings.append(check_teachers_tokenizer(options.model, options.teacher))
-    for warning in filter(None, warnings if is_local_main_process() else []):
-        console.warn(warning)
+    warn_on_local_main(
+        context_warning(config, seq_len),
+        text_only_warning(config, trained=False),
+        check_teachers_tokenizer(options.model, options.teacher) if options.teacher else None,
+    )
     device = choose_device(options.device)
     _check_one_machine(options, seq_len)
     precision = options.precision or default_precision(device)

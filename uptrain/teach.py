@@ -23,7 +23,7 @@ from model.common.launcher_variables import world_size
 from model.common.staging import Staging, check_out, check_room
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
-from uptrain.budget.conversion_record import merge_method
+from uptrain.budget.conversion_record import conversion_method
 from uptrain.data.batch import Batch
 from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
 from uptrain.data.teacher_logits import (
@@ -70,7 +70,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
     check_lm_heads([options.model])
     cache = TokenCache.open(options.data)
-    if merge_method(options.model) is not None:
+    if conversion_method(options.model) is not None:
         console.warn(
             f"{options.model} is a converted model (groupwise.json); the parent that it was converted from is usually "
             "the better teacher."
@@ -85,7 +85,8 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         for number, start in enumerate(range(0, wanted.n_windows, n_each))
     ]
     own = [(number, windows) for number, windows in parts if own_shard.has(number)]
-    _check_disk_space(options, sum(len(windows) for _, windows in own), wanted)
+    n_own = sum(len(windows) for _, windows in own)
+    _check_disk_space(options, n_own, wanted)
     inputs = _inputs(wanted)
     kept = open_staging(
         staging_out(options.out, options.machine_shard), inputs, continues="the same command continues from there"
@@ -105,7 +106,8 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
-            return {"shard": f"{own_shard.number}/{own_shard.of}", "shards": len(own), "of": len(parts)}
+            part = f"{own_shard.number}/{own_shard.of}"
+            return {"shard": part, "windows": n_own, "windows_in_all": wanted.n_windows}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)

@@ -21,7 +21,7 @@ from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
 from scripts.bench.machine import describe_machine
 from uptrain.estimates.memory import COMPUTE_BYTES, GRADIENT_BYTES, MemoryEstimator, MemoryOptions
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
-from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token
+from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token_of
 from uptrain.models.trainable_parts import part_pattern
 
 DEVICES = (1, 8, 64, 512)
@@ -61,14 +61,14 @@ def communication(estimator: MemoryEstimator, part: str, devices: int) -> Commun
     """Return the bytes of a micro-batch: each device receives what it does not hold, (devices − 1) / devices of all."""
     pattern, width = part_pattern(part, estimator.config), COMPUTE_BYTES[estimator.precision]
     trained = count_parameters(estimator.trained(part))
-    layers, taught = (
+    layers, teacher_tensors = (
         {tensor for tensor in tensors if ".layers." in tensor.name}
-        for tensors in (estimator.tensors, estimator.teacher)
+        for tensors in (estimator.tensors, estimator.teacher_tensors)
     )
     frozen = {
         tensor for tensor in layers if not pattern.search(tensor.name) and tensor.name in estimator.equal_to_teacher
     }
-    lent = layers if taught & frozen else set()
+    lent = layers if teacher_tensors & frozen else set()
 
     def received(n: int) -> int:
         return n * (devices - 1) // devices
@@ -76,7 +76,7 @@ def communication(estimator: MemoryEstimator, part: str, devices: int) -> Commun
     return Communication(
         student=received(width * (count_parameters(layers) + count_parameters(estimator.tensors))),
         gradients=received(GRADIENT_BYTES * trained),
-        teacher=received(width * (count_parameters(lent) + count_parameters(taught - frozen))),
+        teacher=received(width * (count_parameters(lent) + count_parameters(teacher_tensors - frozen))),
     )
 
 
@@ -96,10 +96,9 @@ def conversion(source: Path) -> dict[str, Any]:
 def uptraining(estimator: MemoryEstimator, devices: int) -> dict[str, Any]:
     """Return memory, compute and communication of a device, for micro-batches of MICRO_BATCH windows."""
     tokens = MICRO_BATCH * SEQ_LEN
-    read = (estimator.tensors, estimator.trained(PART), estimator.teacher)
-    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
-    recomputing = 2 * n_params  # the forward pass again, of activation checkpointing
-    flops = (flops_per_token(n_params, n_trained, n_teacher) + recomputing) * tokens
+    # the forward pass again, of activation checkpointing
+    recomputing = 2 * count_multiplied(estimator.tensors, estimator.config)
+    flops = (flops_per_token_of(estimator, PART) + recomputing) * tokens
     computing = flops / (MFU * PEAK_FLOPS["H100"])
     exchanged = communication(estimator, PART, devices).total
     micro_batches = GLOBAL_BATCH // (tokens * devices)
@@ -121,7 +120,7 @@ def estimates(shape: Shape, folder: Path) -> dict[str, Any]:
     estimator = MemoryEstimator.read(write_sparse(shape, GROUPS, folder / f"{shape.name}-gqa"), source, SEQ_LEN)
     rows = [uptraining(estimator, devices) for devices in DEVICES]
     return {
-        "name": shape.name, "n_params": count_parameters(estimator.teacher), "conversion": conversion(source),
+        "name": shape.name, "n_params": count_parameters(estimator.teacher_tensors), "conversion": conversion(source),
         "uptraining": rows,
     }  # fmt: skip
 

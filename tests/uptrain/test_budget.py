@@ -47,15 +47,19 @@ def config(original: PretrainingRecord) -> dict[str, object]:
     return {"model_type": original.shape[0], **dict(zip(SHAPE_KEYS, original.shape[1:], strict=True))}
 
 
+def budget_of(request, of=None, names=(), method=None, trainable="attention"):
+    return make_budget(request, of or {}, names, SEQ_LEN, method, trainable)
+
+
 def refusal(request: BudgetOptions, of: dict[str, object], *names: str) -> str:
     with pytest.raises(InputError) as error:
-        make_budget(request, of, names, SEQ_LEN)
+        budget_of(request, of, names)
     return str(error.value)
 
 
 @pytest.mark.parametrize("original", ORIGINALS, ids=lambda original: original.name)
 def test_certain_rows_give_the_published_steps(original):
-    budget = make_budget(BudgetOptions(alpha=0.05, original=original.name), {}, (), SEQ_LEN)
+    budget = budget_of(BudgetOptions(alpha=0.05, original=original.name))
     if original.certainty == "sure" or original.name in STEPS_AT_5_PERCENT:
         assert budget.steps == STEPS_AT_5_PERCENT[original.name]
     assert budget.steps == math.ceil(original.tokens / original.batch_tokens / 20 - 1e-9)
@@ -77,11 +81,11 @@ def test_original_steps_and_default_peaks():
     ],
 )  # fmt: skip
 def test_the_default_peak_is_lower_after_a_fitted_conversion(method, trainable, peak):
-    budget = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN, method, trainable)
+    budget = budget_of(BudgetOptions(alpha=0.05, original="llama-2-7b"), method=method, trainable=trainable)
     assert budget.peak_lr == peak
     share = {1e-4: "1/3", 5e-5: "1/6", 2e-5: "1/15"}[peak]
     with pytest.raises(InputError, match=f"--lr .peak learning rate; {share} of"):
-        make_budget(BudgetOptions(steps=5, global_batch_tokens=4096), {}, (), SEQ_LEN, method, trainable)
+        budget_of(BudgetOptions(steps=5, global_batch_tokens=4096), method=method, trainable=trainable)
 
 
 def test_rows_are_well_formed():
@@ -96,10 +100,8 @@ def test_rows_are_well_formed():
 def test_alpha_is_exact():
     """0.07 of 100 steps is 7, though the binary 0.07 x 100 is above 7; a token more takes a step more."""
     batch = {"global_batch_tokens": SEQ_LEN, "lr": 1e-4}
-    assert make_budget(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN, **batch), {}, (), SEQ_LEN).steps == 7
-    assert (
-        make_budget(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN + 1, **batch), {}, (), SEQ_LEN).steps == 8
-    )
+    assert budget_of(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN, **batch)).steps == 7
+    assert budget_of(BudgetOptions(alpha=0.07, original_tokens=100 * SEQ_LEN + 1, **batch)).steps == 8
 
 
 @given(st.integers(1, 10**13), st.integers(1, 4096), st.integers(1, 1000))
@@ -107,28 +109,28 @@ def test_steps_are_the_fewest_that_reach_alpha(original_tokens, sequences, thous
     request = BudgetOptions(
         alpha=thousandths / 1000, original_tokens=original_tokens, global_batch_tokens=sequences * SEQ_LEN, lr=1e-4
     )
-    budget = make_budget(request, {}, (), SEQ_LEN)
+    budget = budget_of(request)
     assert budget.tokens * 1000 >= thousandths * original_tokens > (budget.tokens - sequences * SEQ_LEN) * 1000
 
 
 def test_a_batch_of_ones_own_keeps_the_tokens():
-    own = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b"), {}, (), SEQ_LEN)
-    half = make_budget(BudgetOptions(alpha=0.05, original="llama-2-7b", global_batch_tokens=2**21), {}, (), SEQ_LEN)
+    own = budget_of(BudgetOptions(alpha=0.05, original="llama-2-7b"))
+    half = budget_of(BudgetOptions(alpha=0.05, original="llama-2-7b", global_batch_tokens=2**21))
     assert half.steps == 47_684
     assert own.tokens == pytest.approx(half.tokens, rel=1e-4)
     assert (own.original_steps, half.original_steps) == (476_837, 953_674)
 
 
 def test_tokens_and_steps_give_alpha():
-    tokens = make_budget(BudgetOptions(tokens=50 * 10**9, original="llama-2-7b"), {}, (), SEQ_LEN)
+    tokens = budget_of(BudgetOptions(tokens=50 * 10**9, original="llama-2-7b"))
     assert (tokens.steps, tokens.alpha) == (11_921, pytest.approx(0.025, rel=1e-4))
-    steps = make_budget(BudgetOptions(steps=100, global_batch_tokens=4096, lr=1e-4), {}, (), SEQ_LEN)
+    steps = budget_of(BudgetOptions(steps=100, global_batch_tokens=4096, lr=1e-4))
     assert (steps.steps, steps.tokens, steps.alpha, steps.original) == (100, 409_600, None, None)
 
 
 def test_given_options_go_before_the_table():
     request = BudgetOptions(alpha=0.1, original="llama-2-7b", original_tokens=10**12, lr=2e-5)
-    budget = make_budget(request, {}, (), SEQ_LEN)
+    budget = budget_of(request)
     assert (budget.steps, budget.peak_lr, budget.original_tokens) == (23_842, 2e-5, 10**12)
 
 
@@ -166,7 +168,7 @@ def test_every_method_that_changes_the_attention_has_its_facts():
 
 def test_kv_heads_do_not_matter():
     converted = {**config(find_original("deepseek-llm-7b")), "num_key_value_heads": 4}
-    assert make_budget(BudgetOptions(alpha=0.05), converted, (), SEQ_LEN).steps == 10_597
+    assert budget_of(BudgetOptions(alpha=0.05), converted).steps == 10_597
 
 
 def test_latent_attention_does_not_matter():

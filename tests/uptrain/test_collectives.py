@@ -12,7 +12,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from model.common.errors import InputError, RunError
 from uptrain.distributed import accelerator as accelerators
 from uptrain.distributed import collectives
-from uptrain.distributed.collectives import all_gather, destroy_process_group, on_main, on_main_without_group
+from uptrain.distributed.collectives import (
+    all_gather,
+    destroy_process_group,
+    on_main,
+    on_main_without_group,
+    warn_on_local_main,
+)
 
 
 def slow_work(seconds):
@@ -22,6 +28,14 @@ def slow_work(seconds):
 
 def refuse():
     raise InputError("no such thing")
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "printed"), [("0", "0", True), ("1", "1", False), ("8", "0", True)])
+def test_warnings_are_printed_once_per_machine(monkeypatch, capsys, rank, local_rank, printed):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    warn_on_local_main(None, "one", None, "another")
+    assert capsys.readouterr().err == "Warning: one\nWarning: another\n" * printed
 
 
 def wait_for_slow_work():

@@ -55,8 +55,8 @@ def test_other_families_are_read_in_float32_and_with_the_whole_teacher():
     other = replace(native, config={"model_type": "qwen3"})
     needed = native.memory(MemoryOptions("attention", 1))
     read = needed.frozen + needed.masters + needed.teacher
-    assert native.host(needed) == read - needed.shared
-    assert other.host(needed) == max(read, 4 * count_parameters(native.tensors)) > native.host(needed)
+    assert native.host_bytes(needed) == read - needed.shared
+    assert other.host_bytes(needed) == max(read, 4 * count_parameters(native.tensors)) > native.host_bytes(needed)
 
 
 PARTS = [
@@ -94,7 +94,7 @@ def test_memory_of_llama_2_7b(part, n_trained, taught):
     assert needed.gathered == 2 * (ends + 2 * layer + taught * own) + whole_gradients
     divided = 16 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.per_device(8) == divided // 8 + needed.gathered + needed.activations + needed.logits
-    assert subject.host(needed) == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
+    assert subject.host_bytes(needed) == 4 * n_trained + needed.frozen + needed.teacher - needed.shared
     assert needed.logits == chunk + lm_head
 
 

@@ -130,6 +130,15 @@ def test_a_perplexity_beyond_float64_is_null_in_json(uptrain, inputs, tmp_path):
     assert (type(printed["loss"]), printed["perplexity"]) == (float, None)
 
 
+def test_differences_that_rounding_made_negative(uptrain, inputs, monkeypatch):
+    measured = {"targets": 9, "loss": 2.0, "teacher_loss": 2.000000001, "kl": -1e-9, "agreement": 1.0}
+    result = measured | {"perplexity": 7.389, "seq_len": 32}
+    monkeypatch.setattr("uptrain.evaluate_folder.evaluate_folder", lambda options, quiet: result)
+    shown = " ".join(uptrain("evaluate", inputs["model"], "--data", inputs["held_out"]).out.split())
+    assert "loss 2.0000 nats per token" in shown
+    assert "above the teacher's +0.0000 KL from the teacher 0.0000" in shown
+
+
 def test_losses_that_are_not_finite_are_refused(uptrain, inputs, tmp_path):
     broken = scaled_lm_head(tmp_path / "model", float("nan"))
     words = f"{broken} computes a loss of nan on {inputs['held_out']}: its weights are damaged, or too large for fp32."

@@ -136,7 +136,7 @@ def test_of_a_second_run_the_loss_after_conversion_is_not_known(tmp_path, uptrai
     first, second = (tmp_path / "out/README.md").read_text().split("| KL from the teacher |")[:2]
     assert ("| Recovered fraction |" in first, "| Recovered fraction |" in second) == (True, False)
     last = json.loads(uptrain("status", tmp_path / "run", "--json").out)["evaluation"]
-    assert (last["merge_cost"], last["recovered_fraction"], last["teacher_loss"] > 0) == (None, None, True)
+    assert (last["conversion_cost"], last["recovered_fraction"], last["teacher_loss"] > 0) == (None, None, True)
 
 
 def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, distilled):
@@ -149,7 +149,7 @@ def test_export_of_an_earlier_step_has_no_later_evaluations(tmp_path, uptrain, d
 def test_card_of_a_merge_that_cost_nothing_measurable():
     metrics = {"teacher_loss": 3.0, "kl": 0.1, "agreement": 0.9}
     rows = dict(_losses([{"step": 0, "loss": 3.005, **metrics}, {"step": 5, "loss": 2.8, **metrics}], True))
-    assert rows["Recovered fraction"] == "none, the merge cost nothing measurable"
+    assert rows["Recovered fraction"] == "none: the conversion cost less than 0.01 nats"
     from_nothing = [{"step": 0, "loss": 9.0, **metrics}, {"step": 5, "loss": 4.0, **metrics}]
     assert "Recovered fraction" not in dict(_losses(from_nothing, False))
 

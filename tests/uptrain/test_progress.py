@@ -1,5 +1,6 @@
 """What a run prints where no bar can be drawn, as in a log; and the bars."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -37,6 +38,15 @@ def test_a_line_every_half_minute(printed):
     assert printed(77, {"step": 8, "evaluation": {"loss": 3.5, "targets": 9}}) == "step 8: held-out loss 3.5000\n"
     assert "too full" in printed(77, {"step": 8, "event": "not saved", "why": "the disk is too full"})
     assert "step 9" in printed(78, step(9))
+
+
+def test_losses_that_are_not_finite_or_round_to_zero(printed):
+    """The metrics hold null; the record that is shown holds the number."""
+    assert printed(0, step(1) | {"loss": math.nan}).startswith("step 1: loss not finite · 100 tokens/s")
+    assert printed(30, step(2) | {"loss": -1e-9}).startswith("step 2: loss 0.0000 · 100 tokens/s")
+    evaluation = {"loss": math.inf, "kl": -1e-9, "agreement": 1.0}
+    shown = "step 2: held-out loss not finite, KL from the teacher 0.0000, agreement 100.0%\n"
+    assert printed(30, {"step": 2, "evaluation": evaluation}) == shown
 
 
 def test_evaluations_print_no_line(printed):

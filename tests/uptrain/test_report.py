@@ -58,6 +58,16 @@ def test_report_of_numbers_of_any_size(tmp_path, uptrain):
     uptrain("report", write_run(tmp_path / "run", records)).succeeded()
 
 
+def test_perplexities_up_to_the_largest_float(tmp_path, uptrain, text_only):
+    """It is e^709.78; exp() raises OverflowError beyond."""
+    run = write_run(
+        tmp_path / "run", [evaluation(0, 705.0), step(1), evaluation(1, 710.0), step(2), evaluation(2, None)]
+    )
+    uptrain("report", run).succeeded()
+    cells = re.findall(r"<td>([^<]*)</td><td>([^<]*)</td></tr>", (run / "report.html").read_text())
+    assert cells[-3:] == [("705.0000", "1.505e+306"), ("710.0000", "—"), ("not finite", "—")]
+
+
 def test_page_stands_alone(tmp_path, uptrain, page_only):
     """One valid file that asks for nothing outside, in colours for light and dark, with names that are text."""
     name = "a<b>& $x^2$"
@@ -228,13 +238,15 @@ def test_recovered_fraction(first, now, expected):
     assert recovered_fraction(first, now) == expected
 
 
-@pytest.mark.parametrize(("before", "shown"), [(2.001, "none, the merge cost nothing measurable"), (2.5, "160.0%")])
-def test_a_merge_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
+@pytest.mark.parametrize(
+    ("before", "shown"), [(2.001, "none: the conversion cost less than 0.01 nats"), (2.5, "160.0%")]
+)
+def test_a_conversion_that_cost_nothing_measurable(tmp_path, uptrain, before, shown):
     run = write_run(tmp_path / "run", [with_teacher(0, before), step(1), with_teacher(1, 1.7)])
     uptrain("report", run).succeeded()
     assert f"<dt>recovered fraction</dt><dd>{shown}</dd>" in (run / "report.html").read_text()
     status = json.loads(uptrain("status", run, "--json").out)["evaluation"]
-    assert status["merge_cost"] == pytest.approx(before - 2.0)
+    assert status["conversion_cost"] == pytest.approx(before - 2.0)
     assert (status["recovered_fraction"] is None) == (before == 2.001)
 
 

@@ -229,7 +229,7 @@ def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
     fixed = ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--lr", 1e-3, "--steps", 2)
     copy = shutil.copytree(inputs["model"], tmp_path / "copy")
     uptrain(*fixed, "--global-batch-tokens", 256, "--teacher", copy).refused(
-        f"--teacher {copy} is the same model as MODEL; give the parent that MODEL was merged from"
+        f"--teacher {copy} is the same model as MODEL; give the parent that MODEL was converted from"
     )
     assert not (tmp_path / "run").exists()
 

@@ -175,6 +175,14 @@ def test_skipped_steps_and_failed_saves_are_shown(tmp_path, uptrain):
     assert shown.count("not finite") == 3
 
 
+def test_a_divergence_that_rounding_made_negative(tmp_path, uptrain):
+    """A student that is its teacher."""
+    run = write_run(tmp_path / "run", [with_teacher(0, 2.0, kl=-1e-9), step(1, -1e-9)])
+    shown = " ".join(uptrain("status", run).out.split())
+    assert "KL from the teacher 0.0000 nats per token" in shown
+    assert "training loss 0.0000 nats per token" in shown
+
+
 def test_evaluation_of_a_lost_step_is_ignored(tmp_path, uptrain):
     """Lines that waited for room on the disk are lost if the run is killed then; it continues after them."""
     records = [step(4), evaluation(8, 2.5), step(9)]

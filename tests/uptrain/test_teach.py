@@ -139,9 +139,15 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     expected = tiny.snapshot(teach(tmp_path / "alone"))
     assert len(LogitsManifest.parse(tmp_path / "alone").shards) > 3
     out = tmp_path / "out"
+    n_windows, done = LogitsManifest.parse(tmp_path / "alone").n_windows, []
     for share in ("1/3", "3/3"):
-        result = uptrain(*teach_arguments(inputs, out, "--shard", share, "--json"))
-        assert json.loads(result.out)["shard"] == share
+        done.append(json.loads(uptrain(*teach_arguments(inputs, out, "--shard", share, "--json")).out))
+    assert [(part["shard"], part["windows_in_all"]) for part in done] == [("1/3", n_windows), ("3/3", n_windows)]
+    again = " ".join(uptrain(*teach_arguments(inputs, out, "--shard", "1/3")).out.split())
+    assert again == (
+        f"Part 1/3 is done: {done[0]['windows']} of the {n_windows} windows. When all 3 parts are done, run the "
+        "command without --shard to join them."
+    )
     assert not out.exists()
     uptrain(*teach_arguments(inputs, out, "--top-k", 3)).refused(
         "out.shard-1-of-3", "work of a command with another --top-k;"

@@ -15,7 +15,7 @@ from typing import Any
 from model.common.checks import LARGEST_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
-from uptrain.budget.conversion_record import merge_method
+from uptrain.budget.conversion_record import conversion_method
 from uptrain.budget.identify import find_original, known_originals
 from uptrain.budget.methods import PEAK_DIVISOR, peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
@@ -91,8 +91,8 @@ def make_budget(
     config: Mapping[str, Any],
     source_names: Sequence[str],
     seq_len: int,
-    method: str | None = None,
-    trainable: str = "attention",
+    method: str | None,
+    trainable: str,
 ) -> Budget:
     """Return the budget for a model with this `config.json`, of which the part `trainable` is trained.
 
@@ -108,6 +108,19 @@ def make_budget(
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
+    steps = steps_of(options, original_tokens, batch)
+    alpha = options.alpha
+    if alpha is None and original_tokens is not None:
+        alpha = steps * batch / original_tokens
+    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
+    return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
+
+
+def steps_of(options: BudgetOptions, original_tokens: int | None, batch: int) -> int:
+    """Return the optimizer steps of a training whose steps have `batch` tokens. α needs the original's tokens.
+
+    Raises InputError if their tokens are out of range.
+    """
     if options.steps is not None:
         steps = options.steps
     elif options.tokens is not None:
@@ -121,11 +134,7 @@ def make_budget(
             f"{steps:,} steps of {batch:,} tokens are more than {LARGEST_COUNT:,} tokens, which is out of range; give "
             "fewer --steps or --tokens, or a smaller --global-batch-tokens."
         )
-    alpha = options.alpha
-    if alpha is None and original_tokens is not None:
-        alpha = steps * batch / original_tokens
-    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
-    return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
+    return steps
 
 
 def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
@@ -137,7 +146,7 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     from model.language_model import wrapper_of
     from uptrain.models.trainable_parts import knows_attention
 
-    is_part = wrapper_of(config) is not None or merge_method(folder) is not None
+    is_part = wrapper_of(config) is not None or conversion_method(folder) is not None
     return "attention" if knows_attention(config) and is_part else "all"
 
 

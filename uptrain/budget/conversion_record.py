@@ -14,7 +14,7 @@ class _Conversion(NamedTuple):
     source: str
     """Name of the source."""
     method: str | None
-    """None if the conversion merged no heads."""
+    """None if the conversion left the attention unchanged."""
     source_kv_heads: int | None
     """K/V heads of the source; None if the record lacks them."""
 
@@ -26,13 +26,13 @@ def source_names(folder: Path) -> tuple[str, ...]:
     return tuple(each.source for each in _conversions(folder)) or (origin_of(folder)[0],)
 
 
-def merge_method(folder: Path) -> str | None:
-    """Return how Groupwise merged the folder's heads, `latent` for latent attention; None if it did not.
+def conversion_method(folder: Path) -> str | None:
+    """Return how Groupwise changed the folder's attention: the method of a merge, or `latent`; None if it did not.
 
     The method of the last conversion that changed the attention: reading another format or repeating heads does not.
     """
-    merge = _last_merge(folder)
-    return merge and merge.method
+    conversion = _last_conversion_of_attention(folder)
+    return conversion and conversion.method
 
 
 def was_uptrained(folder: Path) -> bool:
@@ -42,25 +42,25 @@ def was_uptrained(folder: Path) -> bool:
 
 def no_teacher_warning(model: Path) -> str | None:
     """Return a warning that a model whose attention Groupwise changed trains without its parent; None for any other."""
-    merge = _last_merge(model)
-    if merge is None:
+    conversion = _last_conversion_of_attention(model)
+    if conversion is None:
         return None
     return (
-        f"{model} was converted from {merge.source}, and trains without it; distilling from that parent "
+        f"{model} was converted from {conversion.source}, and trains without it; distilling from that parent "
         "(--teacher FOLDER) usually ends with a lower loss."
     )
 
 
 def teacher_warning(model: Path, teacher: Path) -> str | None:
-    """Return a warning if the teacher has fewer K/V heads than the model's parent: it was then merged itself.
+    """Return a warning if the teacher has fewer K/V heads than the model's parent: it was then converted itself.
 
     A teacher of another size than the model, such as a larger one, is not compared.
     """
     from model.geometry import read_sizes  # imports numpy, which the command line does not need to start
     from model.language_model import open_language_model
 
-    merge = _last_merge(model)
-    if merge is None or merge.source_kv_heads is None:
+    conversion = _last_conversion_of_attention(model)
+    if conversion is None or conversion.source_kv_heads is None:
         return None
     try:
         with open_language_model(model) as student, open_language_model(teacher) as other:
@@ -69,16 +69,16 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
         return None
     if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size):
         return None
-    if theirs.latent is None and theirs.n_kv_heads >= merge.source_kv_heads:
+    if theirs.latent is None and theirs.n_kv_heads >= conversion.source_kv_heads:
         return None
     found = "latent attention" if theirs.latent else f"{theirs.n_kv_heads} K/V heads"
     return (
-        f"the teacher {teacher} has {found}, but the parent of {model} had {merge.source_kv_heads} K/V heads: the "
+        f"the teacher {teacher} has {found}, but the parent of {model} had {conversion.source_kv_heads} K/V heads: the "
         "teacher was converted too. The parent is usually the better teacher."
     )
 
 
-def _last_merge(folder: Path) -> _Conversion | None:
+def _last_conversion_of_attention(folder: Path) -> _Conversion | None:
     """Return the last conversion that changed the attention; None if there was none."""
     return next((conversion for conversion in _conversions(folder) if conversion.method), None)
 
@@ -95,9 +95,9 @@ def _conversions(folder: Path) -> list[_Conversion]:
         while record is not None:
             source, method = record["source"], str(record.get("method"))
             # A record without the numbers of heads counts as that of a merge.
-            merged = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
+            changed = method == "latent" or record.get("groups", 0) < source.get("n_kv_heads", 1)
             heads = source.get("n_kv_heads")
-            conversions.append(_Conversion(str(source["name"]), method if merged else None, heads and int(heads)))
+            conversions.append(_Conversion(str(source["name"]), method if changed else None, heads and int(heads)))
             record = source.get("groupwise")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path} is damaged: {error!r}; convert the model again, or remove the file.") from error

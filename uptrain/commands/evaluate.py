@@ -9,6 +9,7 @@ from model.common.command_options import SingleOption, device_option, json_optio
 from uptrain.commands.options import ModelFolder, micro_batch_option, seq_len_option
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
+from uptrain.training.loss_values import format_loss
 
 
 @click.command("evaluate")
@@ -52,12 +53,12 @@ def command(as_json: bool, **options: Any) -> None:
         return
     rows = [
         ("targets", f"{result['targets']:,}, in windows of {result['seq_len']:,} tokens"),
-        ("loss", f"{result['loss']:.4f} nats per token"),
+        ("loss", format_loss(result["loss"], " nats per token")),
         ("perplexity", f"{result['perplexity']:.4g}"),
     ]
     if "kl" in result:
-        rows.append(("teacher's loss", f"{result['teacher_loss']:.4f}"))
-        rows.append(("above the teacher's", f"{result['loss'] - result['teacher_loss']:+.4f}"))
-        rows.append(("KL from the teacher", f"{result['kl']:.4f}"))
+        rows.append(("teacher's loss", format_loss(result["teacher_loss"])))
+        rows.append(("above the teacher's", f"{result['loss'] - result['teacher_loss']:+z.4f}"))
+        rows.append(("KL from the teacher", format_loss(result["kl"])))
         rows.append(("agreement", f"{result['agreement']:.1%}"))
     console.print_key_values(str(given.model), rows)

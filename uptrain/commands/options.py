@@ -87,6 +87,14 @@ def _parse_machine_shard(text: str) -> "MachineShard":
     return MachineShard(int(match[1]), int(match[2]))
 
 
+def part_is_done(part: str, contents: str) -> str:
+    """Return what to print after one part of a work that `--shard` divides; `part` is I/N."""
+    return (
+        f"Part {part} is done: {contents}. When all {part.partition('/')[2]} parts are done, run the command without "
+        "--shard to join them."
+    )
+
+
 def max_minutes_option(help: str) -> Callable[[Command], Command]:
     """Return the option `--max-minutes`, after which a run saves and stops."""
     return click.option("--max-minutes", type=FiniteFloat(min=0), metavar="M", help=help)

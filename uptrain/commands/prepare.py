@@ -11,7 +11,7 @@ from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted, parse_count
 from model.common.errors import InputError
-from uptrain.commands.options import ModelFolder, shard_option
+from uptrain.commands.options import ModelFolder, part_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -103,10 +103,8 @@ def _prepare_options(*, tokens: str, on_bad_record: str, workers: int | None, **
 
 def _show(result: dict[str, Any]) -> None:
     if "shard" in result:
-        console.echo(
-            f"Shard {result['shard']} is done: {result['units']:,} units, {result['documents']:,} documents, "
-            f"{result['tokens']:,} tokens. When all are, the same command without --shard joins them."
-        )
+        contents = f"{counted(result['documents'], 'document')}, {counted(result['tokens'], 'token')}"
+        console.echo(part_is_done(result["shard"], contents))
         return
     if result["was_complete"]:
         console.echo(f"{result['out']} was complete already, with the same data and options.\n")

@@ -11,8 +11,10 @@ from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.errors import RunError
 from uptrain.report.history import format_recovered
+from uptrain.training.loss_values import format_loss
 
 _RESUMABLE = ("not started", "died", "preempted", "finished")
+_UNIT = " nats per token"
 
 
 @click.command("status")
@@ -95,9 +97,9 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
     if status["tokens_per_s"] is None:
         return []
     rows = [
-        ("training loss", f"{_number(status['loss'], '.4f', ' nats per token')}, {status['objective']}"),
+        ("training loss", f"{format_loss(status['loss'], _UNIT)}, {status['objective']}"),
         ("learning rate", f"{status['learning_rate']:.3e}"),
-        ("gradient norm", _number(status["grad_norm"], ".4g", "")),
+        ("gradient norm", "not finite" if status["grad_norm"] is None else f"{status['grad_norm']:.4g}"),
         ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),
     ]
     if status["step"] < status["steps"] and math.isfinite(status["seconds_left"]):
@@ -107,22 +109,18 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _number(value: float | None, form: str, unit: str) -> str:
-    return "not finite" if value is None else f"{value:{form}}{unit}"
-
-
 def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None) -> list[tuple[str, str]]:
     if evaluation is None or first is None:
         return []
-    loss = f"{_number(evaluation['loss'], '.4f', ' nats per token')} at step {evaluation['step']:,}"
+    loss = f"{format_loss(evaluation['loss'], _UNIT)} at step {evaluation['step']:,}"
     if evaluation["step"] > first["step"]:
-        loss += f" ({_number(first['loss'], '.4f', '')} at step {first['step']:,})"
+        loss += f" ({format_loss(first['loss'])} at step {first['step']:,})"
     rows = [("held-out loss", loss)]
     if "kl" in evaluation:
-        rows.append(("teacher's loss", _number(evaluation["teacher_loss"], ".4f", " nats per token")))
-        rows.append(("KL from the teacher", _number(evaluation["kl"], ".4f", " nats per token")))
+        rows.append(("teacher's loss", format_loss(evaluation["teacher_loss"], _UNIT)))
+        rows.append(("KL from the teacher", format_loss(evaluation["kl"], _UNIT)))
         rows.append(("agreement", f"{evaluation['agreement']:.1%}"))
-    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["merge_cost"]):
+    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["conversion_cost"]):
         rows.append(("recovered fraction", recovered))
     return rows
 

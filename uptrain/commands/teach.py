@@ -9,7 +9,8 @@ import click
 from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
-from uptrain.commands.options import ModelFolder, shard_option
+from model.common.counts import counted
+from uptrain.commands.options import ModelFolder, part_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ def command(
     if as_json:
         console.print_json(result)
     elif "shard" in result:
-        console.echo(
-            f"Shard {result['shard']} is done: {result['shards']:,} of {result['of']:,} shards. When all are, the same "
-            "command without --shard joins them."
-        )
+        contents = f"{result['windows']:,} of the {counted(result['windows_in_all'], 'window')}"
+        console.echo(part_is_done(result["shard"], contents))
     else:
         if result["was_complete"]:
             console.echo(f"{out} was complete already, of the same model, cache and --top-k.\n")

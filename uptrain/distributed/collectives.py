@@ -1,4 +1,4 @@
-"""Collective operations: sum, all-gather, run work on the main process, and destroy the process group."""
+"""Collective operations: sum, all-gather, work or warn on the main process, and destroy the process group."""
 
 import functools
 import gc
@@ -16,8 +16,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from model.common.console import warn
 from model.common.errors import InputError, RunError
-from model.common.launcher_variables import is_main_process, several_machines
+from model.common.launcher_variables import is_local_main_process, is_main_process, several_machines
 from model.common.printable import one_line
 from uptrain.distributed.signals import interruptible, stop_request
 
@@ -60,6 +61,12 @@ def destroy_process_group() -> None:
     gc.collect()
     _connection.cache_clear()
     PartialState().destroy_process_group()
+
+
+def warn_on_local_main(*warnings: str | None) -> None:
+    """Print those warnings that are not None, once per machine."""
+    for warning in filter(None, warnings if is_local_main_process() else ()):
+        warn(warning)
 
 
 def on_main_without_group(work: Callable[[], object], done: Path) -> None:

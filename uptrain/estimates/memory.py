@@ -118,7 +118,7 @@ class MemoryEstimator:
     """Student, teacher, and the settings of a run that its memory depends on, besides `MemoryOptions`."""
 
     tensors: tuple[TensorInfo, ...]
-    teacher: tuple[TensorInfo, ...]
+    teacher_tensors: tuple[TensorInfo, ...]
     """Empty without a teacher."""
     equal_to_teacher: frozenset[str]
     """The tensors that equal the teacher's of that name, as far as some of their rows tell."""
@@ -129,7 +129,7 @@ class MemoryEstimator:
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora_rank: int = DEFAULT_RANK
-    always_float32: frozenset[str] = frozenset()
+    always_float32_names: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
     measure_kept: "Callable[[str], KeptBytes | InputError] | None" = None
     """Measures what transformers' class keeps when a part is trained, or returns why it cannot be measured. None: it is
@@ -161,12 +161,12 @@ class MemoryEstimator:
                 "intermediate_size. `uptrain run` says whether it can be trained."
             )
         inner = checks.config_size(config, "intermediate_size")
-        taught, equal = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
-        float32 = _read_always_float32(model, config)
+        teacher_tensors, equal = _read_teacher(model, teacher) if teacher is not None else ((), frozenset())
+        float32 = _read_always_float32_names(model, config)
         kept = _make_measure_kept(model, config, seq_len, precision, lora_rank)
         return cls(
             tensors=tensors,
-            teacher=taught,
+            teacher_tensors=teacher_tensors,
             equal_to_teacher=equal,
             config=config,
             sizes=sizes,
@@ -175,7 +175,7 @@ class MemoryEstimator:
             precision=precision,
             optimizer=optimizer,
             lora_rank=lora_rank,
-            always_float32=float32,
+            always_float32_names=float32,
             measure_kept=kept,
         )
 
@@ -189,33 +189,35 @@ class MemoryEstimator:
     def memory(self, chosen: MemoryOptions) -> Memory:
         """Return the memory of a run with these options. Raises InputError if the model does not have its part.
 
-        Tensors of the teacher count as shared if they are in `equal_to_teacher`, frozen, and not `always_float32`.
+        Tensors of the teacher count as shared if they are in `equal_to_teacher`, frozen, and not always float32.
         """
-        pattern, width = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
+        pattern, compute_bytes = part_pattern(chosen.trainable, self.config), COMPUTE_BYTES[self.precision]
         trained = self.trained(chosen.trainable)
         frozen = [tensor for tensor in self.tensors if not pattern.search(tensor.name)]
         n_trained, tokens = count_parameters(trained), chosen.micro_batch * self.seq_len
-        wide = {tensor for tensor in frozen if tensor.name in self.always_float32}
-        shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - wide
-        stored = BITS[common_dtype(self.tensors)] // 8
+        float32_frozen = {tensor for tensor in frozen if tensor.name in self.always_float32_names}
+        shared = {tensor for tensor in frozen if tensor.name in self.equal_to_teacher} - float32_frozen
+        stored_bytes = BITS[common_dtype(self.tensors)] // 8
         activations, logits = self._activation_bytes(chosen), self._logit_bytes(tokens)
         lm_head = count_lm_head(trained) if is_native(self.config) else 0
         logits += GRADIENT_BYTES * lm_head
         return Memory(
-            frozen=stored * count_parameters(set(frozen) - wide) + MASTER_BYTES * count_parameters(wide),
+            frozen=stored_bytes * count_parameters(set(frozen) - float32_frozen)
+            + MASTER_BYTES * count_parameters(float32_frozen),
             masters=MASTER_BYTES * n_trained,
-            copies=width * n_trained if self.precision == "bf16" else 0,
+            copies=compute_bytes * n_trained if self.precision == "bf16" else 0,
             gradients=GRADIENT_BYTES * n_trained,
             optimizer=sum(state_bytes(self.optimizer, tensor.shape) for tensor in trained),
-            teacher=width * count_parameters(self.teacher),
-            shared=width * count_parameters(shared),
+            teacher=compute_bytes * count_parameters(self.teacher_tensors),
+            shared=compute_bytes * count_parameters(shared),
             activations=activations,
             logits=logits,
-            gathered=width * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher) - shared, 1))
+            gathered=compute_bytes
+            * (count_gathered(self.tensors, 2) + count_gathered(set(self.teacher_tensors) - shared, 1))
             + self._reduced_bytes(trained, lm_head, activations, logits),
         )
 
-    def host(self, needed: Memory) -> int:
+    def host_bytes(self, needed: Memory) -> int:
         """Return the bytes of the host while models are read: in each process, or once if sharded.
 
         Models of transformers' classes are read whole in float32, and so are the parts of their teachers that are then
@@ -236,7 +238,7 @@ class MemoryEstimator:
     def adapted(self) -> list[TensorInfo]:
         """Return the matrices that have an adapter with `--trainable lora`: of every linear layer in decoder layers."""
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
-        return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32]
+        return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32_names]
 
     def check_lora_rank(self, part: str) -> None:
         """Raise InputError if adapters are trained, and their rank is higher than that of any matrix."""
@@ -263,20 +265,20 @@ class MemoryEstimator:
 
     def _activation_bytes(self, chosen: MemoryOptions) -> int:
         """Return the bytes of a micro-batch that are kept for the backward pass."""
-        n_layers, states = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
+        n_layers, state_bytes_per_window = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
         kept = self._measured(chosen.trainable)
         layer = kept.layer if kept else self.seq_len * self._layer_bytes(chosen.trainable)
         outside = kept.outside if kept else self._mask_bytes()
-        layers = n_layers * states + layer if chosen.activation_checkpointing else n_layers * layer
+        layers = n_layers * state_bytes_per_window + layer if chosen.activation_checkpointing else n_layers * layer
         return int(chosen.micro_batch * (layers + outside))
 
     def _layer_bytes(self, part: str) -> int:
         """Return the bytes per token that a layer of the own decoder keeps."""
-        width = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, part, width)
+        compute_bytes = COMPUTE_BYTES[self.precision]
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, part, compute_bytes)
         if part == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
-            layer += n_adapters * width * self.lora_rank
+            layer += n_adapters * compute_bytes * self.lora_rank
         return layer
 
     def _mask_bytes(self) -> int:
@@ -288,8 +290,8 @@ class MemoryEstimator:
         vocab = max(x.shape[0] for x in self.tensors if layer_number(x.name) is None and len(x.shape) == 2)
         if is_native(self.config):
             chunk = min(most_chunk_logits(tokens, self.sizes.hidden_size), tokens * vocab)
-            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher else 0))
-        return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher else 0))
+            return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher_tensors else 0))
+        return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher_tensors else 0))
 
     def _reduced_bytes(self, trained: list[TensorInfo], lm_head: int, activations: int, logits: int) -> int:
         """Return the bytes of gradients that FSDP2 reduces, beyond those of activations and logits.
@@ -299,11 +301,12 @@ class MemoryEstimator:
         end, when embedding and LM head are reduced together. `lm_head`: parameters of an LM head whose gradient the
         loss computes.
         """
-        width = COMPUTE_BYTES[self.precision]
-        reduced = int(width + GRADIENT_BYTES + LARGEST_SHARD * GRADIENT_BYTES)
-        copy_of_lm_head = width * lm_head
-        in_loss = activations + logits + (copy_of_lm_head if width < GRADIENT_BYTES else 0)
-        in_last_layer = activations + copy_of_lm_head + reduced * max(count_by_layer(trained).values(), default=0)
+        compute_bytes = COMPUTE_BYTES[self.precision]
+        reduced = int(compute_bytes + GRADIENT_BYTES + LARGEST_SHARD * GRADIENT_BYTES)
+        # The loss sums it in float32, in `logits`; then it is held in the dtype of the computation.
+        lm_head_gradient = compute_bytes * lm_head
+        in_loss = activations + logits + (lm_head_gradient if compute_bytes < GRADIENT_BYTES else 0)
+        in_last_layer = activations + lm_head_gradient + reduced * max(count_by_layer(trained).values(), default=0)
         at_the_end = reduced * count_outside_layers(trained)
         return max(in_loss, in_last_layer, at_the_end) - activations - logits
 
@@ -315,18 +318,18 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
     """
     with open_language_model(model) as student, open_language_model(teacher) as parent:
         own, theirs = without_latent_norm(student), without_latent_norm(parent)
-        taught = without_buffers(theirs.tensors.values())
-        alike = [tensor for tensor in taught if own.tensors.get(tensor.name) == tensor]
-        return taught, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
+        teacher_tensors = without_buffers(theirs.tensors.values())
+        alike = [tensor for tensor in teacher_tensors if own.tensors.get(tensor.name) == tensor]
+        return teacher_tensors, frozenset(tensor.name for tensor in alike if _rows_equal(own, theirs, tensor))
 
 
-def _read_always_float32(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return `MemoryEstimator.always_float32`. It depends on the modules of transformers' classes, which need torch."""
+def _read_always_float32_names(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return `MemoryEstimator.always_float32_names`. They depend on modules of transformers, which need torch."""
     if is_native(config) or not knows_attention(config):
         return frozenset()
-    from uptrain.models.load import float32_names
+    from uptrain.models.load import stored_always_float32_names
 
-    return float32_names(model)
+    return stored_always_float32_names(model)
 
 
 def _make_measure_kept(
@@ -368,21 +371,21 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     return ADAMW_BYTES * n
 
 
-def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str, width: int) -> int:
+def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str, compute_bytes: int) -> int:
     """Return the bytes per token that a layer keeps for the backward pass, for attention without a score matrix.
 
     A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
-    activation and up in `width` bytes. A trained projection also keeps its input, and a trained norm its float32 result
-    before the weight.
+    activation and up in `compute_bytes` bytes. A trained projection also keeps its input, and a trained norm its
+    float32 result before the weight.
     """
     hidden, query = sizes.hidden_size, sizes.n_heads * sizes.head_dim
     kv = sizes.n_kv_heads * sizes.head_dim
-    layer = 2 * 4 * hidden + width * (2 * query + 2 * kv + 3 * intermediate_size)
-    layer += width * hidden  # the input of keys and values
+    layer = 2 * 4 * hidden + compute_bytes * (2 * query + 2 * kv + 3 * intermediate_size)
+    layer += compute_bytes * hidden  # the input of keys and values
     if part in ("all", "attention"):
         layer += 4 * hidden
     if part == "lora":
-        layer += width * hidden + width * intermediate_size
+        layer += compute_bytes * hidden + compute_bytes * intermediate_size
     if part == "all":
-        layer += 4 * hidden + width * hidden + width * intermediate_size
+        layer += 4 * hidden + compute_bytes * hidden + compute_bytes * intermediate_size
     return layer

@@ -19,7 +19,7 @@ from uptrain.budget.budget import (
     repetition_warning,
 )
 from uptrain.budget.conversion_record import (
-    merge_method,
+    conversion_method,
     no_teacher_warning,
     source_names,
     teacher_warning,
@@ -33,8 +33,8 @@ from uptrain.data.token_cache import Manifest
 from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
-from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
-from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token
+from uptrain.estimates.parameter_counts import count_parameters
+from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token_of
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
@@ -73,7 +73,7 @@ class _Run:
     options: PlanOptions
     trainable: str
     method: str | None
-    """How Groupwise merged the heads (`merge_method`)."""
+    """How Groupwise changed the attention (`conversion_method`)."""
     budget: Budget
     schedule: Schedule
     estimator: MemoryEstimator
@@ -132,7 +132,7 @@ def _resolve(options: PlanOptions) -> _Run:
     """
     seq_len = choose_seq_len(options.seq_len, options.data, options.model)
     with open_language_model(options.model) as checkpoint:
-        method = merge_method(options.model)
+        method = conversion_method(options.model)
         trainable = options.trainable or default_trainable(options.model, checkpoint.config)
         part_pattern(trainable, checkpoint.config)
         rank = adapter_rank(options.lora_rank, trainable) or DEFAULT_RANK
@@ -224,7 +224,7 @@ def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
     least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
-        "host_bytes": estimator.host(needed),
+        "host_bytes": estimator.host_bytes(needed),
         "disk_bytes": round(CHECKPOINTS_ON_DISK * (needed.masters + needed.optimizer)),
     }
     return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), **others}
@@ -269,13 +269,9 @@ def _time(run: _Run) -> dict[str, Any]:
 
 def _time_of(run: _Run, part: str) -> dict[str, Any] | None:
     """Return the time of training a part; None if the model does not have it."""
-    estimator = run.estimator
-    if part not in parts_of(estimator.config):
+    if part not in parts_of(run.estimator.config):
         return None
-    read = (estimator.tensors, estimator.trained(part), estimator.teacher)
-    n_params, n_trained, n_teacher = (count_multiplied(tensors, estimator.config) for tensors in read)
-    flops = flops_per_token(n_params, n_trained, n_teacher)
-    return estimate_time(flops * run.budget.tokens, run.options.processes)
+    return estimate_time(flops_per_token_of(run.estimator, part) * run.budget.tokens, run.options.processes)
 
 
 def program_on(devices: int) -> str:
@@ -325,6 +321,6 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
     measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
-    facts = None if was_uptrained(model) else find_facts(merge_method(model))
+    facts = None if was_uptrained(model) else find_facts(conversion_method(model))
     expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"

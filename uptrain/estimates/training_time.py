@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from uptrain.estimates.memory import MemoryEstimator
+from uptrain.estimates.parameter_counts import count_multiplied
+
 MFU = 0.40
 """Model FLOPs utilisation; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
 PEAK_FLOPS = {"H100": 989e12, "A100": 312e12}
@@ -22,6 +25,12 @@ def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:
     teacher.
     """
     return 4 * n_params + 2 * n_trained + 2 * n_teacher
+
+
+def flops_per_token_of(estimator: MemoryEstimator, part: str) -> int:
+    """Return the floating-point operations of training a part on one token. The model must have the part."""
+    read = (estimator.tensors, estimator.trained(part), estimator.teacher_tensors)
+    return flops_per_token(*(count_multiplied(tensors, estimator.config) for tensors in read))
 
 
 def estimate_time(flops: int, processes: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from model.common.printable import markdown, markdown_code
 from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.report.history import format_loss, format_recovered, merge_cost, recovered_fraction
+from uptrain.report.history import conversion_cost, format_recovered, recovered_fraction
+from uptrain.training.loss_values import format_loss
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
@@ -89,7 +90,7 @@ def _losses(evaluations: list[dict[str, Any]], starts_converted: bool) -> list[t
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", format_loss(last["teacher_loss"])))
-        recovered = format_recovered(recovered_fraction(first, last), merge_cost(first))
+        recovered = format_recovered(recovered_fraction(first, last), conversion_cost(first))
         if recovered and starts_converted:
             rows.append(("Recovered fraction", recovered))
         rows.append(("KL from the teacher", f"{format_loss(last['kl'])}; agreement {last['agreement']:.1%}"))

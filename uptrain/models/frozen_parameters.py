@@ -38,7 +38,7 @@ def set_dtypes_of_uninitialized(student: LanguageModel, frozen_dtype: torch.dtyp
             parameter.data = torch.empty_like(parameter.data, dtype=dtype)
 
 
-def uncast_names(student: LanguageModel) -> list[str]:
+def always_float32_names(student: LanguageModel) -> list[str]:
     """Return the names of the parameters that stay float32 even if nothing is trained.
 
     Freezes the model and changes the classes of its modules: pass a model made for this.
@@ -52,9 +52,9 @@ def _cast_and_choose_dtypes(
     student: LanguageModel, frozen_dtype: torch.dtype
 ) -> list[tuple[nn.Parameter, torch.dtype]]:
     """Make modules cast in use where they can; return each parameter with the dtype to hold it in."""
-    wide: set[int] = set()  # a tied parameter belongs to two modules
+    float32_ids: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
         if any(parameter.requires_grad for parameter in own) or not make_cast_in_use(module, torch.float32):
-            wide |= {id(parameter) for parameter in own}
-    return [(p, torch.float32 if id(p) in wide else frozen_dtype) for p in student.parameters()]
+            float32_ids |= {id(parameter) for parameter in own}
+    return [(p, torch.float32 if id(p) in float32_ids else frozen_dtype) for p in student.parameters()]

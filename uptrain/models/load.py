@@ -1,6 +1,6 @@
 """Build students and teachers: loaded, with random weights, uninitialised for a training checkpoint, or on meta."""
 
-from collections.abc import Callable, Container
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
 from uptrain.models.casting_layers import autocast_experts
-from uptrain.models.frozen_parameters import freeze_all_but, set_dtypes, set_dtypes_of_uninitialized, uncast_names
+from uptrain.models.frozen_parameters import (
+    always_float32_names,
+    freeze_all_but,
+    set_dtypes,
+    set_dtypes_of_uninitialized,
+)
 from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype, part_pattern
 
@@ -31,16 +36,18 @@ def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> Languag
     """
     if part == "all":
         return autocast_experts(load_model(folder, torch.float32))
-    student, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
+    dtype, frozen_dtype = _dtypes(folder)
+    student = load_model(folder, dtype)
     make_trainable(student, part, lora_rank, folder)
-    set_dtypes(student, dtype)
+    set_dtypes(student, frozen_dtype)
     return student
 
 
 def load_evaluated(folder: Path) -> LanguageModel:
     """Load a model to evaluate it: all in the checkpoint's dtype, with the results of `load_student`."""
-    model, dtype = _in_stored_dtype(folder, lambda dtype: load_model(folder, dtype))
-    set_dtypes(model.requires_grad_(False), dtype)
+    dtype, frozen_dtype = _dtypes(folder)
+    model = load_model(folder, dtype).requires_grad_(False)
+    set_dtypes(model, frozen_dtype)
     return model
 
 
@@ -56,9 +63,10 @@ def uninitialized_student(folder: Path, part: str = "all", lora_rank: int = 0) -
     """Return the model of a folder's config.json with uninitialised weights, in the dtypes of `load_student`."""
     if part == "all":
         return autocast_experts(_uninitialized(folder, torch.float32))
-    student, dtype = _in_stored_dtype(folder, lambda dtype: _uninitialized(folder, dtype))
+    dtype, frozen_dtype = _dtypes(folder)
+    student = _uninitialized(folder, dtype)
     make_trainable(student, part, lora_rank, folder)
-    set_dtypes_of_uninitialized(student, dtype)
+    set_dtypes_of_uninitialized(student, frozen_dtype)
     return student
 
 
@@ -67,17 +75,17 @@ def uninitialized_teacher(folder: Path, precision: str) -> LanguageModel:
     return _uninitialized(folder, teacher_dtype(precision)).requires_grad_(False)
 
 
-def _in_stored_dtype(folder: Path, make: Callable[[torch.dtype], LanguageModel]) -> tuple[LanguageModel, torch.dtype]:
-    """Return the model that `make` returns in a dtype, and the dtype of the folder's tensors.
+def _dtypes(folder: Path) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype to build a folder's model in, and that of its tensors, which frozen parameters get then.
 
     transformers would round some buffers to the dtype that it loads, such as the scale of Gemma's embedding. So its
-    models are made in float32, and frozen parameters then get the checkpoint's dtype, which holds them exactly.
+    models are built in float32. The checkpoint's dtype holds the frozen parameters exactly.
     """
     with open_language_model(folder) as checkpoint:
         name = common_dtype(checkpoint.tensors.values())
         native = is_native(checkpoint.config)
     dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
-    return make(dtype if native else torch.float32), dtype
+    return dtype if native else torch.float32, dtype
 
 
 def make_trainable(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:
@@ -151,7 +159,7 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
 
     Only for transformers' classes that name the class of their decoder layers (`_no_split_modules`).
     """
-    student, dtype = _in_stored_dtype(folder, lambda _: build_meta_from_config(folder))
+    student, (_, frozen_dtype) = build_meta_from_config(folder), _dtypes(folder)
     assert isinstance(student, TransformersModel)
     kinds: Any = student.theirs._no_split_modules
     layers = next(
@@ -166,7 +174,7 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
         autocast_experts(student)
     else:
         make_trainable(student, part, lora_rank, folder)
-        set_dtypes(student, dtype)
+        set_dtypes(student, frozen_dtype)
     return student, len(layers)
 
 
@@ -181,19 +189,29 @@ def stored_names(folder: Path) -> dict[str, tuple[str, ...]]:
         tensors = checkpoint.tensors
         if is_native(checkpoint.config):
             return {name: (stored,) for name, stored in loading.build_meta(checkpoint)[1].items()}
-    table = {name: stored for name in shapes for stored in (name, name.removeprefix(prefix)) if stored in tensors}
-    others = sorted(name for name in tensors.keys() - table.values() if not is_buffer(tensors[name]))
-    for name in shapes.keys() - table.keys():
-        alike = [x for x in others if layer_number(x) == layer_number(name) and tensors[x].shape == shapes[name]]
+    alone = {name: stored for name in shapes for stored in (name, name.removeprefix(prefix)) if stored in tensors}
+    others = sorted(name for name in tensors.keys() - alone.values() if not is_buffer(tensors[name]))
+    renamed = {name: shape for name, shape in shapes.items() if name not in alone}
+    alone |= _only_ones_of_their_shape(renamed, {name: tensors[name].shape for name in others})
+    experts = [name for name in others if name not in alone.values()]
+    return {name: (alone[name],) if name in alone else _in_same_layer(name, experts) for name in shapes}
+
+
+def _only_ones_of_their_shape(
+    wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Return a table, name → stored name, of those for which their layer stores exactly one tensor of their shape."""
+    table = {}
+    for name, shape in wanted.items():
+        alike = [each for each in _in_same_layer(name, stored) if stored[each] == shape]
         if len(alike) == 1:
             table[name] = alike[0]
-    joined = [name for name in others if name not in table.values()]
-    return {
-        name: (table[name],)
-        if name in table
-        else tuple(each for each in joined if layer_number(each) == layer_number(name))
-        for name in shapes
-    }
+    return table
+
+
+def _in_same_layer(name: str, others: Collection[str]) -> tuple[str, ...]:
+    """Return those of the `others` that are in the layer of `name`, or outside all layers like it."""
+    return tuple(each for each in others if layer_number(each) == layer_number(name))
 
 
 def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
@@ -202,15 +220,15 @@ def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 
-def float32_names(folder: Path) -> frozenset[str]:
+def stored_always_float32_names(folder: Path) -> frozenset[str]:
     """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
 
     Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
     """
     if is_native(read_language_config(folder)):
         return frozenset()
-    wide, stored = uncast_names(build_meta_from_config(folder)), stored_names(folder)
-    return frozenset(file_name for name in wide for file_name in stored[name.removeprefix(THEIRS)])
+    names, stored = always_float32_names(build_meta_from_config(folder)), stored_names(folder)
+    return frozenset(file_name for name in names for file_name in stored[name.removeprefix(THEIRS)])
 
 
 def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], str]:

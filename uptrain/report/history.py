@@ -23,7 +23,7 @@ class History:
     steps: list[Record]
     """Records of steps from the metrics. Numbers that were not finite are None, also in evaluations."""
     evaluations: list[Record]
-    """`step`, `tokens`, the metrics of the evaluation, `merge_cost` and `recovered_fraction`."""
+    """`step`, `tokens`, the metrics of the evaluation, `conversion_cost` and `recovered_fraction`."""
     events: list[Record]
     warning: str | None
     """Warning that the loss rose."""
@@ -44,7 +44,7 @@ class History:
         starts_converted = bool(run.settings.model) and not was_uptrained(folder / MODEL)
         for evaluation in evaluations:
             recovered = recovered_fraction(evaluations[0], evaluation) if starts_converted else None
-            evaluation["merge_cost"] = merge_cost(evaluations[0]) if starts_converted else None
+            evaluation["conversion_cost"] = conversion_cost(evaluations[0]) if starts_converted else None
             evaluation["recovered_fraction"] = recovered
         warning = rise_warning(records, run.settings.lr, bool(run.settings.teacher_logits))
         return cls(folder, run, run_state, steps, evaluations, [r for r in records if "event" in r], warning)
@@ -90,27 +90,24 @@ def _lost_lines(folder: Path, step: int, last: int) -> str:
 def recovered_fraction(first: Record, current: Record) -> float | None:
     """Return (loss after conversion - loss now) / (loss after conversion - teacher's loss).
 
-    Return None if the merge cost is unknown or below MEASURABLE, or if the loss now is not finite.
+    Return None if the conversion cost is unknown or below MEASURABLE, or if the loss now is not finite.
     """
-    cost, after = merge_cost(first), current["loss"]
+    cost, after = conversion_cost(first), current["loss"]
     if cost is None or cost < MEASURABLE or after is None:
         return None
     return float((first["loss"] - after) / cost)
 
 
-def format_loss(value: float | None) -> str:
-    """Return a loss in nats per token as text. JSON holds a loss that is not finite as null."""
-    return "not finite" if value is None else f"{value:z.4f}"
-
-
 def format_recovered(fraction: float | None, cost: float | None) -> str | None:
-    """Return the recovered fraction as text, or why there is none; None if the merge cost is unknown."""
+    """Return the recovered fraction as text, or why there is none; None if the conversion cost is unknown."""
     if fraction is not None:
         return f"{fraction:.1%}"
-    return "none, the merge cost nothing measurable" if cost is not None and cost < MEASURABLE else None
+    if cost is None or cost >= MEASURABLE:
+        return None
+    return f"none: the conversion cost less than {MEASURABLE:g} nats"
 
 
-def merge_cost(first: Record) -> float | None:
+def conversion_cost(first: Record) -> float | None:
     """Return loss after conversion - teacher's loss, in nats per token.
 
     Return None without a teacher, without an evaluation before the first step, or if one of the losses is not finite.

@@ -10,7 +10,8 @@ from typing import Any
 from model.checkpoint.hub import name_of
 from model.common.counts import counted, format_count
 from model.common.printable import printable
-from uptrain.report.history import History, format_loss, format_recovered
+from uptrain.report.history import History, format_recovered
+from uptrain.training.loss_values import format_loss, perplexity
 
 GENERATOR = '<meta name="generator" content="Groupwise">'
 """What tells a report from other pages."""
@@ -99,7 +100,7 @@ def _summary(history: History, of_name: str) -> str:
                 ("teacher's loss", format_loss(last["teacher_loss"])),
                 ("KL from the teacher", format_loss(last["kl"])),
             ]
-        recovered = format_recovered(last["recovered_fraction"], last["merge_cost"])
+        recovered = format_recovered(last["recovered_fraction"], last["conversion_cost"])
         if recovered:
             figures.append(("recovered fraction", recovered))
     entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
@@ -141,8 +142,9 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> str:
     rows = []
     for e in evaluations:
         loss = e["loss"]
-        perplexity = "—" if loss is None or loss > 700 else f"{math.exp(loss):.4g}"
-        row = [f"{e['step']:,}", f"{e['tokens']:,}", format_loss(loss), perplexity]
+        of_loss = math.inf if loss is None else perplexity(loss)
+        shown = f"{of_loss:.4g}" if math.isfinite(of_loss) else "—"
+        row = [f"{e['step']:,}", f"{e['tokens']:,}", format_loss(loss), shown]
         if "kl" in e:
             recovered = e["recovered_fraction"]
             row += [format_loss(e["teacher_loss"]), format_loss(e["kl"]), f"{e['agreement']:.1%}"]

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from model.common.console import warn
 from model.common.errors import InputError
-from model.common.launcher_variables import is_local_main_process
 from model.language_model import read_language_config
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.distributed.accelerator import wants_sharding
@@ -58,17 +56,20 @@ def check_teacher_logits(logits: TeacherLogits, vocab_size: int) -> None:
 def check_is_not_student(model: Path | None, teacher: Path) -> None:
     """Raise InputError if the teacher is the model itself: their divergence is 0, and nothing would be trained."""
     if model is not None and model_sha256(model) == model_sha256(teacher):
-        raise InputError(f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was merged from.")
+        raise InputError(
+            f"--teacher {teacher} is the same model as MODEL; give the parent that MODEL was converted from."
+        )
 
 
-def warn_of_own_logits(model: Path | None, folder: Path) -> None:
-    """Warn if the model itself, not its parent, wrote the logits in a folder of `uptrain teach`.
+def own_logits_warning(model: Path | None, folder: Path) -> str | None:
+    """Return a warning if the model itself, not its parent, wrote a folder of `uptrain teach`; None if it did not.
 
     Raises InputError if the folder holds no logits.
     """
     teacher = LogitsManifest.parse(folder).teacher_sha256
-    if model is not None and is_local_main_process() and model_sha256(model) == teacher:
-        warn(
-            f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it "
-            "was merged from should write them (uptrain teach PARENT)."
-        )
+    if model is None or model_sha256(model) != teacher:
+        return None
+    return (
+        f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it was "
+        "converted from should write them (uptrain teach PARENT)."
+    )

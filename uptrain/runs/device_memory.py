@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from model.common.console import format_bytes, warn
+from model.common.console import format_bytes
 from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
@@ -63,15 +63,15 @@ def fitting_micro_batch(
     raise InputError(refusal)
 
 
-def warn_if_too_large(estimator: MemoryEstimator, chosen: MemoryOptions) -> None:
-    """Warn if the run's options, with the micro-batch that the user chose, do not fit this process's device."""
+def too_large_warning(estimator: MemoryEstimator, chosen: MemoryOptions) -> str | None:
+    """Return a warning if options with the user's micro-batch do not fit this process's device; None if they do."""
     needed, usable = estimator.memory(chosen).per_device(n_shards()), usable_memory()
-    if needed > usable and is_local_main_process():
-        warn(
-            f"{chosen.flags} --micro-batch {chosen.micro_batch} needs an estimated {format_bytes(needed)}, but the "
-            f"device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}): the run may fail for lack of "
-            "memory."
-        )
+    if needed <= usable:
+        return None
+    return (
+        f"{chosen.flags} --micro-batch {chosen.micro_batch} needs an estimated {format_bytes(needed)}, but the device "
+        f"has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}): the run may fail for lack of memory."
+    )
 
 
 def usable_memory() -> int:

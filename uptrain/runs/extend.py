@@ -7,7 +7,7 @@ from model.checkpoint.formats.dcp.metadata import METADATA, read_metadata
 from model.common.errors import InputError
 from model.common.file_names import METRICS
 from model.common.files import check_name, copy_file
-from uptrain.budget.budget import BudgetOptions, make_budget
+from uptrain.budget.budget import BudgetOptions, steps_of
 from uptrain.checkpoints.files import (
     MANIFEST,
     TENSORS,
@@ -27,14 +27,12 @@ from uptrain.training.metrics_log import read_metrics, write_metrics
 
 def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
     """Return the number of steps of the longer run; α refers to the same original."""
-    settings, batch = run.settings, run.budget.global_batch_tokens
-    original = run.budget.original_tokens
-    if alpha is not None and original is None:
+    planned = run.budget
+    if alpha is not None and planned.original_tokens is None:
         raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
-    options = BudgetOptions(alpha, tokens, steps, original, None, batch, settings.lr)
-    total = make_budget(options, {}, (), batch).steps
-    if total <= settings.steps:
-        raise InputError(f"the run has {settings.steps} steps already; {total} would not extend it.")
+    total = steps_of(BudgetOptions(alpha, tokens, steps), planned.original_tokens, planned.global_batch_tokens)
+    if total <= run.settings.steps:
+        raise InputError(f"the run has {run.settings.steps} steps already; {total} would not extend it.")
     return total
 
 

@@ -1,8 +1,7 @@
-"""Compute fingerprints of a run's model, teacher and held-out data, and check them on resume."""
+"""Compute fingerprints of a run's model, teacher or its logits, and held-out data, and check them on resume."""
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from model.checkpoint import Checkpoint, open_checkpoint
@@ -12,29 +11,28 @@ from model.language_model import InsideWrapper, open_language_model
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
 from uptrain.models.load import frozen_names
+from uptrain.runs.folder import FINGERPRINTED
 from uptrain.runs.settings import Settings
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
 """Pieces of a weight file that are hashed, and their size, because files are large."""
-_OTHER = {
-    "model": "another model", "teacher": "another teacher", "teacher_logits": "other logits",
-    "eval_data": "other held-out data",
-}  # fmt: skip
 _BLOCK = 64 << 20
 """Bytes of a tensor that are in memory at once."""
 
 
 def run_fingerprints(settings: Settings) -> dict[str, str]:
-    """Return the SHA-256 of those that the run has: model, frozen tensors, teacher and held-out data."""
-    models = {"model": settings.model, "teacher": settings.teacher}
-    sha256s = {name: model_sha256(Path(path)) for name, path in models.items() if path}
+    """Return the SHA-256 of those that the run has: model, teacher, its logits, held-out data, and frozen tensors."""
+    sha256s = {name: _sha256(name, Path(path)) for name in FINGERPRINTED if (path := getattr(settings, name))}
     if settings.trainable != "all":
         sha256s["frozen"] = _of_frozen_tensors(settings)
-    if settings.teacher_logits:
-        sha256s["teacher_logits"] = LogitsManifest.parse(Path(settings.teacher_logits)).sha256
-    return sha256s | (
-        {"eval_data": TokenCache.open(Path(settings.eval_data)).manifest.sha256} if settings.eval_data else {}
-    )
+    return sha256s
+
+
+def _sha256(name: str, path: Path) -> str:
+    """Return the SHA-256 of the content of one of the settings FINGERPRINTED."""
+    if name == "teacher_logits":
+        return LogitsManifest.parse(path).sha256
+    return TokenCache.open(path).manifest.sha256 if name == "eval_data" else model_sha256(path)
 
 
 def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
@@ -57,24 +55,21 @@ def check_same_frozen(settings: Settings, recorded: dict[str, str]) -> None:
 
 
 def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -> None:
-    """Raise InputError if teacher or held-out data, or `with_model` the model, differ from those the run began with."""
+    """Raise InputError if frozen tensors, teacher, its logits or held-out data differ from when the run began.
+
+    `with_model`: compare all of the model too.
+    """
     check_same_frozen(settings, recorded)
-    skipped = {"frozen"} if with_model else {"frozen", "model"}
-    to_check = {name: sha256 for name, sha256 in recorded.items() if name not in skipped}
-    current: dict[str, Callable[[Path], str]] = {
-        "model": model_sha256,
-        "teacher": model_sha256,
-        "teacher_logits": lambda path: LogitsManifest.parse(path).sha256,
-        "eval_data": lambda path: TokenCache.open(path).manifest.sha256,
-    }
-    for name, sha256 in to_check.items():
+    for name, other in FINGERPRINTED.items():
+        if name not in recorded or (name == "model" and not with_model):
+            continue
         path = Path(getattr(settings, name))
         if not path.exists():
             raise InputError(
                 f"{path}, the run's {name.replace('_', ' ')}, does not exist; restore it, or put a link to it there."
             )
-        if current[name](path) != sha256:
-            raise InputError(f"{path} is {_OTHER[name]} than when the run began; restore it, or start a new run.")
+        if _sha256(name, path) != recorded[name]:
+            raise InputError(f"{path} is {other} than when the run began; restore it, or start a new run.")
 
 
 def check_same_data(data: str, sha256: str) -> None:

@@ -20,8 +20,11 @@ from uptrain.runs.settings import Settings
 
 MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", ".lock"
 PARENT_TYPES = {"run": str, "step": int}
-FINGERPRINTED = ("model", "teacher", "teacher_logits", "eval_data")
-"""Settings whose content has a fingerprint."""
+FINGERPRINTED = {
+    "model": "another model", "teacher": "another teacher", "teacher_logits": "other logits",
+    "eval_data": "other held-out data",
+}  # fmt: skip
+"""Settings whose content has a fingerprint, and the words for other content than when the run began."""
 RUN_STATE_TYPES = {
     "status": str, "step": int, "reason": str, "host": str | None, "pid": int, "started": float | None,
     "pid_namespace": str,

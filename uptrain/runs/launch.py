@@ -15,7 +15,7 @@ from accelerate import PartialState
 from model.common.console import echo, warn
 from model.common.errors import InputError
 from model.common.file_names import METRICS, RUN_JSON
-from model.common.launcher_variables import is_local_main_process, world_size
+from model.common.launcher_variables import world_size
 from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, torch_has_packed_attention
 from model.decoder.config import is_native, read_llama_config
 from model.language_model import read_language_config
@@ -36,10 +36,10 @@ from uptrain.data.run_data import (
 from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, uses_gpu
-from uptrain.distributed.collectives import destroy_process_group, on_main_without_group
+from uptrain.distributed.collectives import destroy_process_group, on_main_without_group, warn_on_local_main
 from uptrain.models.checks import check_init, check_models, check_teachers_tokenizer
 from uptrain.models.trainable_parts import text_only_warning
-from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, warn_of_own_logits
+from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, own_logits_warning
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.folder import Run
 from uptrain.runs.make_folder import refuse_existing, refuse_inside
@@ -75,24 +75,21 @@ def launch_new(options: RunOptions) -> None:
     seq_lens = sorted({seq_len, eval_seq_len})
     _check_options(options, folder, settings, seq_lens)  # before texts are tokenised, which may take hours
     overlap = overlap_warning(options.data, eval_data)
-    if is_local_main_process() and overlap:
-        warn(overlap)
+    warn_on_local_main(overlap)
     if eval_data:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
-    if is_local_main_process():
-        surplus = surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data"))
-        if surplus:
-            warn(surplus)
+    warn_on_local_main(surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data")))
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
     config = read_language_config(folder)
-    is_plain = options.model and not (options.teacher or options.teacher_logits or options.loss)
+    # A --loss without a teacher is meant.
+    trains_without_teacher = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
         few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
         context_warning(config, max(seq_lens)), _packing_warning(config, settings.precision),
         text_only_warning(config), _evaluation_warning(settings, budget.tokens),
-        no_teacher_warning(folder) if is_plain else None,
+        no_teacher_warning(folder) if trains_without_teacher else None,
         *warnings_of(settings, warned_of_overlap=bool(overlap)),
     ]  # fmt: skip
     with training_bar(settings.steps) as show:
@@ -105,11 +102,10 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
     check_layer_names(folder, settings)
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
-        warnings = [check_teachers_tokenizer(folder, options.teacher)]
-        if options.model:
-            warnings.append(teacher_warning(options.model, options.teacher))
-        for warning in filter(None, warnings if is_local_main_process() else []):
-            warn(warning)
+        warn_on_local_main(
+            check_teachers_tokenizer(folder, options.teacher),
+            teacher_warning(options.model, options.teacher) if options.model else None,
+        )
         if settings.loss == "distill":
             check_is_not_student(options.model, options.teacher)
     if options.init:
@@ -118,7 +114,7 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
     check_launcher()
     check_trackers(settings.track)
     if options.teacher_logits:
-        warn_of_own_logits(options.model, options.teacher_logits)
+        warn_on_local_main(own_logits_warning(options.model, options.teacher_logits))
 
 
 def launch_resumed(

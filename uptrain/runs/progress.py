@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from model.common.console import console, draws_bars, echo, format_bytes
+from uptrain.training.loss_values import format_loss
 
 _LINE_EVERY_SECONDS = 30.0
 _SHORT_EVALUATION = 3.0
@@ -101,15 +102,15 @@ class _Lines:
 
 def _short(record: dict[str, Any]) -> str:
     skipped = " (update skipped)" if record.get("skipped") else ""
-    return f"loss {record['loss']:.4f} · {record['tokens_per_s']:,.0f} tokens/s{skipped}"
+    return f"loss {format_loss(record['loss'])} · {record['tokens_per_s']:,.0f} tokens/s{skipped}"
 
 
 def _line(record: dict[str, Any]) -> str:
     if "evaluation" in record:
         means = record["evaluation"]
-        text = f"step {record['step']}: held-out loss {means['loss']:.4f}"
+        text = f"step {record['step']}: held-out loss {format_loss(means['loss'])}"
         if "kl" in means:
-            text += f", KL from the teacher {means['kl']:z.4f}, agreement {means['agreement']:.1%}"
+            text += f", KL from the teacher {format_loss(means['kl'])}, agreement {means['agreement']:.1%}"
         return text
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"

@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from model.common.command_options import AUTO_DEVICE
-from model.common.console import warn
 from model.common.errors import InputError
 from model.common.files import check_name
-from model.common.launcher_variables import is_local_main_process, world_size
+from model.common.launcher_variables import world_size
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
-from uptrain.budget.conversion_record import merge_method, source_names
+from uptrain.budget.conversion_record import conversion_method, source_names
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import choose_device, default_precision
+from uptrain.distributed.collectives import warn_on_local_main
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
-from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, warn_if_too_large
+from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, too_large_warning
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
 
@@ -39,7 +39,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     rank = adapter_rank(options.lora_rank, trainable)
     if problem := rate_problem(options.budget, options.optimizer):
         raise InputError(problem)
-    method = merge_method(folder) if options.model else None
+    method = conversion_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
@@ -86,9 +86,9 @@ def _loss(options: RunOptions) -> str:
     """Return the loss. Raises InputError if it does not agree with the teacher."""
     if options.teacher and options.teacher_logits:
         raise InputError("give either --teacher or --teacher-logits: the logits stand for the teacher.")
-    taught = options.teacher or options.teacher_logits
-    loss = options.loss or ("distill" if taught else WITHOUT_TEACHER)
-    if loss != WITHOUT_TEACHER and taught is None:
+    has_teacher = bool(options.teacher or options.teacher_logits)
+    loss = options.loss or ("distill" if has_teacher else WITHOUT_TEACHER)
+    if loss != WITHOUT_TEACHER and not has_teacher:
         raise InputError(f"--loss {loss} learns from a teacher; name it with --teacher FOLDER.")
     if loss == WITHOUT_TEACHER and options.teacher_logits:
         raise InputError(f"--loss {loss} does not use --teacher-logits; leave one of the two out.")
@@ -132,10 +132,10 @@ def _micro_batch(
         options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
     )
     estimator.check_lora_rank(chosen.trainable)
-    if is_local_main_process() and (warning := estimator.activation_warning(chosen.trainable)):
-        warn(warning)
+    warn_on_local_main(estimator.activation_warning(chosen.trainable))
     if options.micro_batch:
-        warn_if_too_large(estimator, replace(chosen, micro_batch=min(options.micro_batch, n_windows)))
+        as_run = replace(chosen, micro_batch=min(options.micro_batch, n_windows))
+        warn_on_local_main(too_large_warning(estimator, as_run))
         return options.micro_batch
     return fitting_micro_batch(estimator, chosen, n_windows, options.model, options.teacher)
 

@@ -3,8 +3,6 @@
 Letters: N tokens, C tokens of a chunk, V vocabulary.
 """
 
-import math
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +14,6 @@ from model.decoder.loading import LanguageModel
 from uptrain.data.batch import Batch
 from uptrain.training.logits import chunk_logits, tokens_per_chunk
 
-_MAX_LOSS = math.log(sys.float_info.max)
-"""Largest loss whose perplexity is a finite float."""
 N_SUMS = 5
 """Number of sums that `measure_batch` returns."""
 
@@ -34,10 +30,6 @@ class EvalResult:
     """KL(teacher ‖ student), in nats; 0 means complete recovery."""
     agreement: float | None = None
     """Fraction of targets where teacher and student predict the same token."""
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < _MAX_LOSS else math.inf
 
     def to_dict(self) -> dict[str, float]:
         """Return the values by name, without those that need a teacher if there was none."""

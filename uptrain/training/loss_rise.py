@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 from statistics import fmean, median
 
+from uptrain.training.loss_values import format_loss
 from uptrain.training.metrics_log import Record
 
 MEASURABLE = 0.01
@@ -45,10 +46,10 @@ def rise_warning(records: list[Record], peak_lr: float, has_stored_teacher: bool
         limit = min(max(losses[:n]), first + RISE_SIGMA * _noise(losses) * math.sqrt(1 + 1 / n))
     if first is None or (last is not None and last <= limit + MEASURABLE):
         return None
-    now = "a number that is not finite" if last is None else f"{last:.4f}"
+    now = "a number that is not finite" if last is None else format_loss(last)
     return (
-        f"the {what} loss rose from {first:.4f} to {now}, so training made the model worse; start a new run with a "
-        f"lower --lr (it was {peak_lr:.3g})."
+        f"the {what} loss rose from {format_loss(first)} to {now}, so training made the model worse; start a new run "
+        f"with a lower --lr (it was {peak_lr:.3g})."
     )
 
 
