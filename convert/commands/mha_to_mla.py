@@ -17,7 +17,7 @@ from model.common.command_options import PathType, pop_fields
 def command(source: Path, out: Path, **options: Any) -> None:
     """Replace the K/V heads of SOURCE by latent attention (MLA).
 
-    OUT is a checkpoint of DeepSeek-V3's class with dense layers. Its KV cache holds LATENT + ROPE numbers for each
+    OUT is a checkpoint of DeepSeek-V3's class with dense layers. Its KV cache holds LATENT + ROPE elements for each
     token and layer, whatever the number of heads. SOURCE is a Llama or Mistral, with MHA or GQA. If the command is
     killed, OUT is not written; run the same command again to continue.
     """

@@ -361,13 +361,14 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def _draw_panel(axes: Any, rows: list[Row], heads: tuple[int, ...]) -> dict[str, Any]:
     """Draw one engine and model; return the lines by their names. Only cells of all numbers of heads are drawn."""
-    colours, markers, lines = {512: "C0", 4096: "C1", 16384: "C2"}, {1: "o", 8: "s", 32: "^"}, {}
+    contexts, markers, lines = {512: ("C0", "-"), 4096: ("C1", "--"), 16384: ("C2", ":")}, {1: "o", 8: "s", 32: "^"}, {}
     for context, batch in sorted({(row["context"], row["batch"]) for row in rows}):
         speed = {r["n_kv_heads"]: r["tokens_per_s"] for r in rows if (r["context"], r["batch"]) == (context, batch)}
         if not speed.keys() >= set(heads):
             continue
         shown = [speed[n] / speed[heads[0]] for n in heads]
-        style = {"color": colours.get(context, "C3"), "marker": markers.get(batch, "d")}
+        colour, dashes = contexts.get(context, ("C3", "-."))
+        style = {"color": colour, "linestyle": dashes, "marker": markers.get(batch, "d")}
         (lines[f"{batch} x {context:,}"],) = axes.plot(range(len(heads)), shown, **style)
     names = {heads[0]: f"{heads[0]}\nMHA", 1: "1\nMQA"}
     axes.set_xticks(range(len(heads)), [names.get(n, str(n)) for n in heads])

@@ -125,7 +125,7 @@ PLANS_WITH_DEFAULT = {"merges": "refine", "longer": "refine_longer", "smollm2": 
 """The plans that have the default merge. All other merges were calibrated on less text, of one kind."""
 UNREFINED_ARMS = {"behaviour": "not refined"}
 """Plan → its name of the unrefined default, where it is not `unrefined`."""
-RECIPE = Curve("mean", "next-token", "mean, next token: the paper's recipe", Style(ORANGE, "s"))
+RECIPE = Curve("mean", "next-token", "mean, next token (α = 0.05: the paper's recipe)", Style(ORANGE, "s"))
 DISTILLED_MEAN = Curve("mean", "distill", "mean, distilled from the parent", Style(PINK, "v", "--"))
 FORMER_DEFAULT = Curve("fit-refit", "distill", "former default, distilled", Style(BLUE, "o", ":"))
 CONTROL = Curve("parent", "next-token", "the control: the parent, trained further", Style(MUTED, "d", "-."))
@@ -264,11 +264,12 @@ def rates(results: Path) -> Figure:
     """Draw the final loss for each peak rate and schedule, of the former default and of the mean."""
     lines = read_results(results / "rates.jsonl")
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
-    for axes, curve in zip(figure.subplots(1, 2), (FORMER_DEFAULT, RECIPE), strict=True):
+    panels = ((FORMER_DEFAULT, FORMER_DEFAULT.label), (RECIPE, "mean, next token"))
+    for axes, (curve, title) in zip(figure.subplots(1, 2), panels, strict=True):
         for schedule, style in SCHEDULES.items():
             own = [line for line in curve.of(lines) if line["schedule"] == schedule]
             draw_points(axes, gaps_by_rate(own), schedule, style)
-        axes.set_title(curve.label)
+        axes.set_title(title)
         label_rates(axes, RATES_TRIED)
         axes.legend(*legend_of(axes))
     return figure

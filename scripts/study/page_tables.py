@@ -288,7 +288,7 @@ def recovered_by_text_kind(lines: list[Result]) -> str:
 
 
 def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
-    """Return the table of losses beyond the parent by cached numbers, of merged heads and of latent attention.
+    """Return the table of losses beyond the parent by cached elements, of merged heads and of latent attention.
 
     Each uptraining is at its best rate, which the cell names. `length` names how long it was, from a line. A † marks
     cells without some of the parents; a line under the table says of how many they are.
@@ -309,7 +309,7 @@ def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
             rate = f" (lr {best[0]['lr']:g})" if best and stage != START else ""
             cells.append(f"{show(gaps(best))}{mark}{rate}")
         rows.append([arm, "–" if stage == START else f"{length.format(**own[0])}, {part}", *cells])
-    table = markdown(["", "distilled", *(f"{cached[groups]} numbers" for groups in sorted(cached))], rows)
+    table = markdown(["", "distilled", *(f"{cached[groups]} elements" for groups in sorted(cached))], rows)
     note = f"\n\n† {' or '.join(map(str, sorted(fewer)))} of {n_parents} parents."
     return table + note if fewer else table
 

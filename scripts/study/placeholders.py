@@ -139,13 +139,14 @@ def same_training(results: Path) -> str:
             found.append(
                 [x for x in lines if x["arm"] == arm and x["parent"] == "parent" and x["trainable"] == "attention"]
             )
-        cells = []
+        columns = []
         for groups in (4, 2, 1):
             mean, own = (gaps(at(lines, lines[0]["arm"], (0.01, "distill"), groups)) for lines in found)
             less = {seed: 1 - own[seed] / mean[seed] for seed in mean.keys() & own.keys()}
-            cells.append(f"{show(mean, '{:.3f}')}; {show(own, '{:.3f}')}; {show(less, '{:.0%}')}" if less else "–")
-        rows.append([tokens, size, *cells])
-    return markdown(["tokens per parameter", "parameters", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
+            columns.append([show(mean, "{:.3f}"), show(own, "{:.3f}"), show(less, "{:.0%}")])
+        for what, *cells in zip(("the mean's gap", "the default's gap", "smaller by"), *columns, strict=True):
+            rows.append([tokens, size, what, *cells])
+    return markdown(["tokens per parameter", "parameters", "", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
 
 WEAK_PARENTS = "4.2 M parameters, 4 M tokens, 3 parents"
@@ -226,8 +227,9 @@ FIELD = (
     ("latent", "merged", "**default merge**"),
     ("latent", "latent", "**`mha-to-mla`**"),
 )
-"""Plan, arm and name of each way that the page compares, from the weak parents. `short` trains all parameters at one
-rate, `parts` and `latent` attention at the best of some."""
+"""Plan, arm and name of each way that the page compares, from the weak parents."""
+FIELD_PLANS = {"short": ("A", "all"), "merges": ("A", "all"), "parts": ("B", "attention"), "latent": ("C", "attention")}
+"""Plan → its set of texts, and the trained part: all parameters at one rate, attention at the best of some."""
 
 
 def field(results: Path) -> str:
@@ -236,17 +238,17 @@ def field(results: Path) -> str:
     columns = [(groups, stage) for groups in (2, 1) for stage in stages]
     rows = []
     for plan, arm, name in FIELD:
-        parts = (None, "attention" if plan in ("latent", "parts") else "all")
-        lines = [line for line in read_results(results / f"{plan}.jsonl") if line["trainable"] in parts]
+        texts, part = FIELD_PLANS[plan]
+        lines = [line for line in read_results(results / f"{plan}.jsonl") if line["trainable"] in (None, part)]
         if arm not in {line["arm"] for line in lines}:  # not run yet
             continue
         n = len({line["seed"] for line in lines if line["arm"] == arm})
-        merged = (at(lines, arm, stage, groups) for groups, stage in columns)
-        rows.append(
-            [name, str(n), *(with_coverage(lambda own: show(gaps(own)), own, n) if own else "–" for own in merged)]
-        )
-    headings = [f"{64 * groups} numbers{', distilled' if stage[0] else ''}" for groups, stage in columns]
-    return markdown(["", "parents", *headings], rows)
+        merged = [at(lines, arm, stage, groups) for groups, stage in columns]
+        cells = [with_coverage(lambda own: show(gaps(own)), own, n) if own else "–" for own in merged]
+        is_distilled = any(own for own, (_, stage) in zip(merged, columns, strict=True) if stage[0])
+        rows.append([name, str(n), texts, part if is_distilled else "–", *cells])
+    headings = [f"{64 * groups} elements{', distilled' if stage[0] else ''}" for groups, stage in columns]
+    return markdown(["", "parents", "set", "distilled part", *headings], rows)
 
 
 def refined_text_kinds(results: Path) -> str:

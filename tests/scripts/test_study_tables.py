@@ -118,7 +118,7 @@ def test_table_by_cache():
     ]  # fmt: skip
     lines = [{"trainable": None, "latent": None} | each for each in lines]
     assert page_tables.by_cache(lines).splitlines() == [
-        "|  | distilled | 64 numbers | 128 numbers |",
+        "|  | distilled | 64 elements | 128 elements |",
         "| --- | --- | --- | --- |",
         "| merged | – | 0.5000† | 0.5000 and 0.7000 |",
         "| latent | – | 0.4000† | 0.3000 and 0.1000 |",
@@ -268,10 +268,11 @@ def test_table_of_the_field(tmp_path):
     for plan, lines in records.items():
         (tmp_path / f"{plan}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     assert placeholders.field(tmp_path).splitlines() == [
-        "|  | parents | 128 numbers | 128 numbers, distilled | 64 numbers | 64 numbers, distilled |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| mean (Ainslie et al.; AverageKV) | 2 | 0.5000 and 0.7000 | 0.2000 (1 of 2 parents) | – | – |",
-        "| **`mha-to-mla`** | 1 | – | – | – | 0.1000 |",
+        "|  | parents | set | distilled part | 128 elements | 128 elements, distilled | 64 elements | "
+        "64 elements, distilled |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| mean (Ainslie et al.; AverageKV) | 2 | A | all | 0.5000 and 0.7000 | 0.2000 (1 of 2 parents) | – | – |",
+        "| **`mha-to-mla`** | 1 | C | attention | – | – | – | 0.1000 |",
     ]
 
 
