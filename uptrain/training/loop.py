@@ -229,7 +229,7 @@ def _train_step(training: Training, progress: TrainingProgress, step: int, batch
         "learning_rate": rate,
         "grad_norm": grad_norm,
         "tokens": progress.tokens,
-        "windows": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
+        "windows_crc32": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
         "tokens_per_s": n_tokens / (time.perf_counter() - started),
         **({"skipped": True} if skip else {}),
     }
@@ -298,7 +298,7 @@ def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[flo
 
 def _log_step(training: Training, record: dict[str, Any]) -> None:
     log_record(training, record)
-    numbers = {k: v for k, v in record.items() if k not in ("step", "windows")}
+    numbers = {k: v for k, v in record.items() if k not in ("step", "windows_crc32")}
     log_tracker_failures(training, record["step"], log_to_trackers(training.accelerator, numbers, record["step"]))
 
 
