@@ -93,6 +93,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, folder: Path) -> Self:
+        """Read the manifest of a token cache. Raises InputError if the folder is none, or the manifest is damaged."""
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")

@@ -84,7 +84,8 @@ class Training:
     deadline: float
     """`time.monotonic()` at which to stop."""
     show: Callable[[dict[str, Any]], None]
-    """Called with each record of `metrics`, and during evaluations with `step`, and `evaluated` windows `of` all."""
+    """Called with each record of `metrics`, with an event if these wait for room on the disk, and during evaluations
+    with `step`, and `evaluated` windows `of` all."""
     global_batch: int
     """Windows of one optimizer step, over all processes."""
     micro_batch: int
@@ -348,7 +349,10 @@ def _last_good(training: Training, progress: TrainingProgress) -> str:
 
 
 def _evaluate_if_due(training: Training, step: int) -> str | None:
-    """Evaluate before `step` if due; return the reason if the run has to stop."""
+    """Evaluate before `step` if due. Return None to go on, or this rank's reason to stop.
+
+    The reason is empty if only another rank has one.
+    """
     if training.eval_cache is None or (step % training.eval_every and step != training.schedule.total_steps):
         return None
     with_teacher = training.accelerator.unwrap_model(training.loss_module).teacher is not None
