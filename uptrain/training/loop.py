@@ -355,7 +355,6 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
     """
     if training.eval_cache is None or (step % training.eval_every and step != training.schedule.total_steps):
         return None
-    with_teacher = training.accelerator.unwrap_model(training.loss_module).teacher is not None
     try:
         result = evaluate(
             training.loss_module,
@@ -363,7 +362,6 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
             # As many tokens as in training; the held-out windows may be longer.
             max(1, training.micro_batch * training.cache.seq_len // training.eval_cache.seq_len),
             training.accelerator,
-            with_teacher,
             # Not at the deadline: a run that is resumed for less time than this takes would never go on.
             lambda: bool(training.stop_request.reason),
             _evaluation_progress(training, step, training.eval_cache.n_windows),
