@@ -90,7 +90,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     )
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with fast_float32_matmul(accelerator.device.type), progress as advance:
-        result = evaluate(loss_module, cache, size, accelerator, options.teacher is not None, advance=advance)
+        result = evaluate(loss_module, cache, size, accelerator, advance=advance)
     if not result.targets:
         raise InputError(f"{options.data} has nothing to predict: no document in it has two tokens.")
     for folder, loss in ((options.model, result.loss), (options.teacher, result.teacher_loss)):

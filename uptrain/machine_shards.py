@@ -26,8 +26,8 @@ class MachineShard:
 def open_staging(out: Path, inputs: Mapping[str, object], continues: str, temporary: bool = False) -> Iterator[Staging]:
     """Open the staging folder of `out`. After an error, remove it if no unit with tokens is finished.
 
-    `continues` says after an InputError what continues with the finished work. `temporary`: OUT is in a folder that the
-    caller deletes, so no work is kept in it.
+    `continues`: how to go on from the finished work; appended to an InputError. `temporary`: OUT is in a folder that
+    the caller deletes, so no work is kept in it.
     """
     with Staging(out.resolve()) as staging:
         staging.open(inputs)

@@ -39,8 +39,8 @@ def write_run(
 
 
 def step(number: int, loss: float | None = 3.0, **more: Any) -> Record:
-    fixed = {"learning_rate": 1e-3, "grad_norm": 0.5, "tokens": number * BATCH, "windows": 1, "tokens_per_s": 200.0}
-    return {"step": number, "loss": loss, **fixed, **more}
+    fixed = {"learning_rate": 1e-3, "grad_norm": 0.5, "windows_crc32": 1, "tokens_per_s": 200.0}
+    return {"step": number, "loss": loss, "tokens": number * BATCH, **fixed, **more}
 
 
 def evaluation(step: int, loss: float | None, **more: Any) -> Record:

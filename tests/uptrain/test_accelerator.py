@@ -194,13 +194,13 @@ def test_a_parallelism_config_of_shards_and_replicas(monkeypatch):
 
 def test_a_model_is_divided_among_the_devices_of_a_replica(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
-    counts = [accelerators.n_shards()]
+    counts = [accelerators.devices_per_replica()]
     settings = {"USE_FSDP": "true", "USE_PARALLELISM_CONFIG": "true"}
     for name, value in settings.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
         monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
         monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
-        counts.append(accelerators.n_shards())
+        counts.append(accelerators.devices_per_replica())
     assert counts == [1, 16, 8]
 
 

@@ -46,6 +46,16 @@ def test_going_back_to_a_late_step_reads_only_the_end(tmp_path):
         read_metrics(path)
 
 
+def test_the_checksum_of_windows_under_its_earlier_name(tmp_path):
+    """Runs of earlier versions are read, resumed and extended."""
+    path, steps = tmp_path / "metrics.jsonl", [written_runs.step(n) for n in (1, 2)]
+    earlier = [{"windows" if key == "windows_crc32" else key: value for key, value in r.items()} for r in steps]
+    path.write_text("".join(json.dumps(r) + "\n" for r in earlier))
+    assert read_metrics(path) == steps
+    Metrics(path).rewind(1)
+    assert read_metrics(path) == steps[:1]
+
+
 def test_what_was_rejected_is_a_list_of_texts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for wrong in (10**9, "step 4", [4], None):

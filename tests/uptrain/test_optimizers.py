@@ -5,7 +5,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-from real_runs import LAYOUTS, arguments, assert_layouts_train_alike, assert_same_run, drive, make_inputs, steps
+from real_runs import (
+    LAYOUTS,
+    arguments,
+    assert_layouts_train_alike,
+    assert_stops_change_nothing,
+    drive,
+    make_inputs,
+    steps,
+)
 from small_training import make_training
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -37,18 +45,8 @@ def inputs(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "layout"), CELLS)
 def test_stopped_and_resumed_is_bit_equal(inputs, tmp_path, name, layout):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     more = ("--optimizer", name, "--trainable", "attention")
-    resume = {"arguments": ["resume", str(pieces)]}
-    jobs = [
-        {"arguments": arguments(inputs, whole, *more)},
-        {"arguments": arguments(inputs, pieces, *more), "stop_in": 3},
-        {**resume, "stop_in": 7},
-        resume,
-    ]
-    drive(jobs, *LAYOUTS[layout])
-    assert len(steps(whole)) == 12
-    assert_same_run(whole, pieces)
+    assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], *more, loss="next-token", evaluates=False)
 
 
 @pytest.mark.timeout(600)

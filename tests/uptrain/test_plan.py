@@ -68,7 +68,7 @@ def beyond_context(length):
 def test_alpha_of_stated_tokens(uptrain, source):
     planned = plan(uptrain, source, "--alpha", 0.05, "--original-tokens", "1B", *SIZE)
     assert (planned["steps"], planned["tokens"], planned["alpha"]) == (782, 50_048_000, 0.05)
-    assert (planned["global_batch_tokens"], planned["seq_len"], planned["sequences_per_step"]) == (64_000, 1000, 64)
+    assert (planned["global_batch_tokens"], planned["seq_len"], planned["windows_per_step"]) == (64_000, 1000, 64)
     assert (planned["original"], planned["data"], planned["warnings"]) == (None, None, [beyond_context("1,000")])
     n_params = sum(t.numel() for t in tiny.tensors(source).values())
     assert (planned["n_params"], planned["n_kv_heads"]) == (n_params, 8)
@@ -83,7 +83,7 @@ def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, lengt
     (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
     assert seq_len_of(["texts"], source, None) == length
     planned = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
-    assert (planned["seq_len"], planned["sequences_per_step"]) == (length, 8192 // length)
+    assert (planned["seq_len"], planned["windows_per_step"]) == (length, 8192 // length)
     del config["max_position_embeddings"]
     (source / "config.json").write_text(json.dumps(config))
     uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("the model's context", "--seq-len")
@@ -147,8 +147,8 @@ def test_ambiguous_and_unknown_originals_are_refused(uptrain, source, known, mon
 def test_epochs_over_a_cache(uptrain, source, cache):
     size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
     once = plan(uptrain, source, "--steps", 2, *size)
-    assert once["data"] == {"cache": str(cache), "tokens": 100_000, "sequences": 25, "epochs": 0.8}
-    assert (once["seq_len"], once["sequences_per_step"], once["warnings"]) == (4000, 10, [beyond_context("4,000")])
+    assert once["data"] == {"cache": str(cache), "tokens": 100_000, "windows": 25, "epochs": 0.8}
+    assert (once["seq_len"], once["windows_per_step"], once["warnings"]) == (4000, 10, [beyond_context("4,000")])
     assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data {cache}"
     often = plan(uptrain, source, "--steps", 5, *size)
     repeated = "the data are read 2.00 times; prepare more tokens to see each only once."
@@ -295,7 +295,7 @@ def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
     assert "in short training kv takes" in chosen and "--trainable (* chosen)" in chosen
     assert chosen.endswith("--trainable kv --data CACHE --out RUN")
     needed = plan(uptrain, *given[1:])["memory"]["kv"]
-    room = (needed["replicated_bytes_per_process"] + needed["least"]["replicated_bytes_per_process"]) // 2
+    room = (needed["replicated_bytes_per_process"] + needed["minimum"]["replicated_bytes_per_process"]) // 2
     fitting = " ".join(uptrain(*given, "--memory", room).out.replace("\\\n", " ").split())
     command = plan(uptrain, *given[1:], "--memory", room)["memory"]["fitting"]["1"]["command"]
     assert "--trainable kv" in command and "--micro-batch 8 " not in command  # 8 is the default here

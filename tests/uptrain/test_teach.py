@@ -20,7 +20,7 @@ from real_runs import (
     LAYOUTS,
     VOCAB,
     arguments,
-    assert_same_run,
+    assert_stops_change_nothing,
     drive,
     evaluations,
     records,
@@ -120,18 +120,8 @@ def test_held_out_text_is_measured_without_the_teacher(inputs, teach, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_stopped_and_resumed_is_bit_equal(inputs, teach, tmp_path, layout):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     more = ("--teacher-logits", teach(tmp_path / "logits", "--top-k", 16))
-    resume = {"arguments": ["resume", str(pieces)]}
-    jobs = [
-        {"arguments": arguments(inputs, whole, *more)},
-        {"arguments": arguments(inputs, pieces, *more), "stop_in": 3},
-        {**resume, "stop_in": 7},
-        resume,
-    ]
-    drive(jobs, *LAYOUTS[layout])
-    assert len(steps(whole)) == 12
-    assert_same_run(whole, pieces)
+    assert_stops_change_nothing(inputs, tmp_path, LAYOUTS[layout], *more, loss="next-token", evaluates=False)
 
 
 def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):

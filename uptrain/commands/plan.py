@@ -218,7 +218,7 @@ def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{plan['steps']:,}"),
         ("tokens", f"{plan['tokens']:,} ({format_count(plan['tokens'])})"),
         ("tokens per parameter", f"{plan['tokens_per_parameter']:.3g}"),
-        ("a step", f"{plan['global_batch_tokens']:,} tokens: {plan['sequences_per_step']:,} x {plan['seq_len']:,}"),
+        ("a step", f"{plan['global_batch_tokens']:,} tokens: {plan['windows_per_step']:,} x {plan['seq_len']:,}"),
     ]
     if data:
         rows.append(("epochs", f"{data['epochs']:.3g} over {data['tokens']:,} tokens in {data['cache']}"))
@@ -270,11 +270,11 @@ def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "memory, estimate",
-            f"below, for micro-batches of {memory['micro_batch_tokens']:,} tokens; least: of "
-            f"{memory['least_micro_batch_tokens']:,}, with --activation-checkpointing\n= {memory['formula']}",
+            f"see the table below, for micro-batches of {memory['micro_batch_tokens']:,} tokens. Minimum: one window "
+            f"at a time, with --activation-checkpointing\n= {memory['formula']}",
         ),
         ("disk, estimate", f"for checkpoints: {_disk(memory)}"),
-        ("time, estimate", f"below\n= {plan['time']['formula']}"),
+        ("time, estimate", f"see the table below\n= {plan['time']['formula']}"),
         ("loss at step 0", plan["first_loss"]),
     ]
 
@@ -294,7 +294,7 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
         own = [part and part["teacher_bytes"] - part["shared_bytes"] for part in parts]
         rows.append(_size_row("teacher, not shared", own))
     rows += _device_rows("one device, or DDP", "FSDP2", parts, counts)
-    rows += _device_rows("least, one device", "least, FSDP2", [part and part["least"] for part in parts], counts)
+    rows += _device_rows("minimum, one device", "minimum, FSDP2", [part and part["minimum"] for part in parts], counts)
     rows.append(_size_row("host, while reading", [part and part["host_bytes"] for part in parts]))
     return rows
 

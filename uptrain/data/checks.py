@@ -1,4 +1,4 @@
-"""Check that token caches are whole, and of a model's tokenizer and vocabulary."""
+"""Check token caches: unchanged files, the model's tokenizer, ids within its vocabulary."""
 
 import shlex
 from collections.abc import Iterable

@@ -15,9 +15,11 @@ from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
 BYTES_PER_TOKEN = 4
-"""Of a text, about."""
-MUCH_TEXT, SURPLUS = 10**9, 4
-"""Bytes of texts that take minutes to tokenise, and how many times as many as a run needs are worth a warning."""
+"""Approximate bytes of text per token."""
+MUCH_TEXT = 10**9
+"""Bytes of texts that take minutes to tokenise."""
+SURPLUS = 4
+"""Texts of so many times what a run needs are worth a warning."""
 
 
 def ensure_cache(

@@ -86,6 +86,7 @@ class LogitsManifest:
 
     @classmethod
     def parse(cls, folder: Path) -> Self:
+        """Read the manifest of a folder of logits. Raises InputError if the folder is none, or it is damaged."""
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(

@@ -93,6 +93,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, folder: Path) -> Self:
+        """Read the manifest of a token cache. Raises InputError if the folder is none, or the manifest is damaged."""
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
@@ -105,7 +106,7 @@ class Manifest:
                 raise InputError(f"it has format {shown}, and this version reads {FORMAT}")
             derived = {name: content.pop(name, None) for name in ("n_tokens", "n_documents", "sha256")}
             manifest = make(cls, content)
-            manifest.check()
+            manifest._check()
             for name, value in derived.items():
                 if value != getattr(manifest, name):
                     raise InputError(f"its {name} does not belong to its shards")
@@ -119,7 +120,7 @@ class Manifest:
             raise InputError(f"{path} is damaged: {reason}; prepare the cache anew.") from error
         return manifest
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise InputError for invalid values and for file names that lead out of the folder."""
         checks.whole_number(self.seq_len, "seq_len", least=2, most=checks.LARGEST_SIZE)
         checks.whole_number(self.vocab_size, "vocab_size")

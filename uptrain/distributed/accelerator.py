@@ -48,8 +48,8 @@ def wants_sharding() -> bool:
     return _is_set("ACCELERATE_USE_FSDP")
 
 
-def n_shards() -> int:
-    """Return among how many devices the launcher asks to divide a model: all, or those of a replica; 1 without FSDP."""
+def devices_per_replica() -> int:
+    """Return how many devices hold one copy of the model: all, or those of a replica; 1 without FSDP."""
     if not wants_sharding():
         return 1
     if not _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):

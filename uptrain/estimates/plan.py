@@ -110,7 +110,7 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
         "tokens_per_parameter": budget.tokens / n_params,
         "global_batch_tokens": budget.global_batch_tokens,
         "seq_len": estimator.seq_len,
-        "sequences_per_step": run.n_windows,
+        "windows_per_step": run.n_windows,
         "original": _original(budget.original) if budget.original else None,
         "original_tokens": budget.original_tokens,
         "data": data_use,
@@ -204,7 +204,7 @@ def _memory(run: _Run) -> dict[str, Any]:
     return {
         **{part: _memory_of(run, part) for part in TRAINABLE},
         "micro_batch_tokens": run.micro_batch * seq_len,
-        "least_micro_batch_tokens": seq_len,
+        "minimum_micro_batch_tokens": seq_len,
         "optimizer": options.optimizer,
         "formula": MEMORY_FORMULA,
         "fitting": options.memory and _fitting(run, options.memory),
@@ -214,20 +214,20 @@ def _memory(run: _Run) -> dict[str, Any]:
 def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
     """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
-    `least`: the same with micro-batches of one window, whose activations are computed again. None if the model does not
-    have the part.
+    `minimum`: the same with micro-batches of one window, whose activations are computed again. None if the model does
+    not have the part.
     """
     estimator, numbers = run.estimator, run.device_counts
     if part not in parts_of(estimator.config):
         return None
     needed = estimator.memory(MemoryOptions(part, run.micro_batch))
-    least = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
+    minimum = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
         "host_bytes": estimator.host_bytes(needed),
         "disk_bytes": round(CHECKPOINTS_ON_DISK * (needed.masters + needed.optimizer)),
     }
-    return {**kinds, **_totals(needed, numbers), "least": _totals(least, numbers), **others}
+    return {**kinds, **_totals(needed, numbers), "minimum": _totals(minimum, numbers), **others}
 
 
 def _totals(needed: Memory, numbers: list[int]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _data_use(run: _Run, manifest: Manifest | None) -> dict[str, Any] | None:
         return None
     n_windows = -(-manifest.n_tokens // run.estimator.seq_len)
     epochs = run.budget.steps * run.n_windows / n_windows
-    return {"cache": str(run.options.data), "tokens": manifest.n_tokens, "sequences": n_windows, "epochs": epochs}
+    return {"cache": str(run.options.data), "tokens": manifest.n_tokens, "windows": n_windows, "epochs": epochs}
 
 
 def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:

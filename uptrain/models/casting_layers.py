@@ -112,7 +112,7 @@ def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
 
 
 def make_cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
-    """Change a module's class to one that casts its parameters where it uses them; return whether there is one.
+    """Change a module's class to one that casts its parameters at use; return whether it now does.
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.
     """

@@ -24,9 +24,7 @@ from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 
 
-def check_models(
-    model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str = "all", rank: int = 0
-) -> None:
+def check_models(model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str, rank: int) -> None:
     """Raise InputError for a student or teacher that cannot be used with any data in windows of these lengths.
 
     `model` is None for a student with random weights.

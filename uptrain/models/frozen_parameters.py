@@ -32,7 +32,7 @@ def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
 
 
 def set_dtypes_of_uninitialized(student: LanguageModel, frozen_dtype: torch.dtype) -> None:
-    """Do the same with uninitialised weights. They stay unwritten, and so take no memory yet."""
+    """Like `set_dtypes`, for uninitialised weights, which stay unwritten, and so take no memory yet."""
     for parameter, dtype in _cast_and_choose_dtypes(student, frozen_dtype):
         if parameter.dtype != dtype:
             parameter.data = torch.empty_like(parameter.data, dtype=dtype)

@@ -30,6 +30,7 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
+        """Read the folder of a run; warn if its metrics have lost lines. Raises InputError if a file is damaged."""
         run, run_state = Run.read(folder), read_run_state(folder / RUN_STATE)
         records = read_metrics(folder / METRICS)
         steps = [r for r in records if "loss" in r]

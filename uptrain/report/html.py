@@ -89,21 +89,21 @@ def _summary(history: History, of_name: str) -> str:
     settings, budget = history.run.settings, history.run.budget
     share = f", α = {budget.alpha:.4g} of the original pre-training when finished" if budget.alpha else ""
     origin = f"Uptraining of {name_of(Path(settings.model))}" if settings.model else "Training from scratch"
-    figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", format_count(history.tokens))]
+    key_figures = [("steps", f"{history.step:,} of {settings.steps:,}"), ("tokens", format_count(history.tokens))]
     if history.steps:
-        figures.append(("training loss", format_loss(history.steps[-1]["loss"])))
+        key_figures.append(("training loss", format_loss(history.steps[-1]["loss"])))
     if history.evaluations:
         last = history.evaluations[-1]
-        figures.append(("held-out loss", format_loss(last["loss"])))
+        key_figures.append(("held-out loss", format_loss(last["loss"])))
         if "kl" in last:
-            figures += [
+            key_figures += [
                 ("teacher's loss", format_loss(last["teacher_loss"])),
                 ("KL from the teacher", format_loss(last["kl"])),
             ]
         recovered = format_recovered(last["recovered_fraction"], last["conversion_cost"])
         if recovered:
-            figures.append(("recovered fraction", recovered))
-    entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
+            key_figures.append(("recovered fraction", recovered))
+    entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in key_figures)
     heading = f"<h2>Summary{of_name}</h2>\n" if of_name else ""
     about = escape(f"{origin}{share}. Losses and KL divergence in nats per token.")
     return f"{heading}<p class='muted'>{about}</p>\n<dl class='figures'>{entries}</dl>\n"

@@ -13,7 +13,7 @@ from model.common.errors import InputError, RankError
 from model.common.launcher_variables import is_local_main_process, local_world_size
 from model.common.machine import available_memory
 from model.decoder.devices import free_memory
-from uptrain.distributed.accelerator import n_shards, own_gpu, uses_gpu
+from uptrain.distributed.accelerator import devices_per_replica, own_gpu, uses_gpu
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.plan import run_command
@@ -39,7 +39,7 @@ def fitting_micro_batch(
     `chosen`: the run's options, with any micro-batch. Raises InputError, or RankError for another GPU than the first,
     if one window does not fit. The error names the first command that does.
     """
-    devices = n_shards()
+    devices = devices_per_replica()
     usable = usable_memory()
     as_chosen = [chosen.activation_checkpointing]
     if largest := first_that_fits(estimator, [chosen.trainable], usable, n_windows, devices, as_chosen):
@@ -65,7 +65,7 @@ def fitting_micro_batch(
 
 def too_large_warning(estimator: MemoryEstimator, chosen: MemoryOptions) -> str | None:
     """Return a warning if options with the user's micro-batch do not fit this process's device; None if they do."""
-    needed, usable = estimator.memory(chosen).per_device(n_shards()), usable_memory()
+    needed, usable = estimator.memory(chosen).per_device(devices_per_replica()), usable_memory()
     if needed <= usable:
         return None
     return (

@@ -54,6 +54,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
+        """Read the folder of a run. Raises InputError if it is none, or its run.json is damaged."""
         path = folder / RUN_JSON
         if not path.is_file():
             hint = "`uptrain run … --out RUN` makes the folder of a run"

@@ -21,6 +21,7 @@ class Adafactor(torch.optim.Adafactor):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().step(closure)  # type: ignore[no-untyped-call]
+        assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -23,7 +23,6 @@ def evaluate(
     cache: TokenCache,
     micro_batch: int,
     accelerator: Accelerator,
-    with_teacher: bool,
     should_stop: Callable[[], bool] = lambda: False,
     advance: Callable[[float], None] = lambda n: None,
 ) -> EvalResult:
@@ -43,6 +42,7 @@ def evaluate(
                 raise EvaluationStopped
             advance(len(batch.ids_BT) * accelerator.num_processes)
     loss_module.train(was_training)
+    with_teacher = accelerator.unwrap_model(loss_module).teacher is not None
     return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)
 
 

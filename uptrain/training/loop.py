@@ -84,7 +84,8 @@ class Training:
     deadline: float
     """`time.monotonic()` at which to stop."""
     show: Callable[[dict[str, Any]], None]
-    """Called with each record of `metrics`, and during evaluations with `step`, and `evaluated` windows `of` all."""
+    """Called with each record of `metrics`, with an event if these wait for room on the disk, and during evaluations
+    with `step`, and `evaluated` windows `of` all."""
     global_batch: int
     """Windows of one optimizer step, over all processes."""
     micro_batch: int
@@ -229,7 +230,7 @@ def _train_step(training: Training, progress: TrainingProgress, step: int, batch
         "learning_rate": rate,
         "grad_norm": grad_norm,
         "tokens": progress.tokens,
-        "windows": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
+        "windows_crc32": zlib.crc32(windows.tobytes()),  # shows which windows were trained on
         "tokens_per_s": n_tokens / (time.perf_counter() - started),
         **({"skipped": True} if skip else {}),
     }
@@ -298,7 +299,7 @@ def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[flo
 
 def _log_step(training: Training, record: dict[str, Any]) -> None:
     log_record(training, record)
-    numbers = {k: v for k, v in record.items() if k not in ("step", "windows")}
+    numbers = {k: v for k, v in record.items() if k not in ("step", "windows_crc32")}
     log_tracker_failures(training, record["step"], log_to_trackers(training.accelerator, numbers, record["step"]))
 
 
@@ -348,10 +349,12 @@ def _last_good(training: Training, progress: TrainingProgress) -> str:
 
 
 def _evaluate_if_due(training: Training, step: int) -> str | None:
-    """Evaluate before `step` if due; return the reason if the run has to stop."""
+    """Evaluate before `step` if due. Return None to go on, or this rank's reason to stop.
+
+    The reason is empty if only another rank has one.
+    """
     if training.eval_cache is None or (step % training.eval_every and step != training.schedule.total_steps):
         return None
-    with_teacher = training.accelerator.unwrap_model(training.loss_module).teacher is not None
     try:
         result = evaluate(
             training.loss_module,
@@ -359,7 +362,6 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
             # As many tokens as in training; the held-out windows may be longer.
             max(1, training.micro_batch * training.cache.seq_len // training.eval_cache.seq_len),
             training.accelerator,
-            with_teacher,
             # Not at the deadline: a run that is resumed for less time than this takes would never go on.
             lambda: bool(training.stop_request.reason),
             _evaluation_progress(training, step, training.eval_cache.n_windows),

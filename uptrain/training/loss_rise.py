@@ -21,13 +21,14 @@ RISE_SIGMA = 4.0
 def rise_warning(records: list[Record], peak_lr: float, has_stored_teacher: bool = False) -> str | None:
     """Return a warning if the loss rose by more than MEASURABLE from the beginning of a run to its end.
 
-    The held-out losses of the first and the last evaluation are compared. If the divergence from the teacher fell,
-    a rise is no fault: a student with a lower loss than its teacher comes to predict as that does.
+    The held-out losses of the first and the last evaluation are compared. If the divergence from the teacher fell, no
+    rise is reported. A rise is expected if the student's loss began below the teacher's: it approaches the teacher.
 
     Without evaluations, training losses are compared: the first, which is the loss before any update, with the mean of
-    the last n, a tenth of all (RISE_STEPS at least). So they are with stored logits of a teacher, whose divergence is
-    not evaluated. Their windows differ. The mean therefore also has to exceed every one of the first n losses, or the
-    first by RISE_SIGMA standard deviations of such a difference: σ √(1 + 1/n), with σ that of single losses.
+    the last n, a tenth of all (RISE_STEPS at least). Runs with stored logits are judged the same way, since their
+    divergence is not evaluated. The windows of steps differ. The mean therefore also has to exceed every one of the
+    first n losses, or the first by RISE_SIGMA standard deviations of such a difference: σ √(1 + 1/n), with σ that of
+    single losses.
     """
     evaluations = [record["evaluation"] for record in records if "evaluation" in record]
     losses = [evaluation["loss"] for evaluation in evaluations]

@@ -1,6 +1,6 @@
 """Write and read `metrics.jsonl`: one line per step, evaluation and event, written by the main process.
 
-    {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows": …, "tokens_per_s": …}
+    {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows_crc32": …, "tokens_per_s": …}
     {"step": 8, "evaluation": {…}}
     {"step": 8, "event": "resumed", …}
 
@@ -25,8 +25,8 @@ Number = float | None
 """None if the number was not finite."""
 KIND_TYPES: dict[str, dict[str, Any]] = {
     "loss": {
-        "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int, "windows": int,
-        "tokens_per_s": float,
+        "step": int, "loss": Number, "learning_rate": float, "grad_norm": Number, "tokens": int,
+        "windows_crc32": int, "tokens_per_s": float,
     },
     "evaluation": {"step": int, "evaluation": dict[str, Number]},
     "event": {"step": int, "event": str},
@@ -116,6 +116,8 @@ def _complete_lines(path: Path) -> list[str]:
 def _parse(path: Path, number: int, line: str) -> Record:
     try:
         record = parse_object(line.encode())
+        if "windows" in record:  # the name in runs of earlier versions
+            record["windows_crc32"] = record.pop("windows")
         _check(record)
     except InputError as error:
         reason = str(error).rstrip(".")

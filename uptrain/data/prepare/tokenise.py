@@ -22,7 +22,7 @@ from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged
 BATCH = 1 << 20
 """Number of characters, token ids or source bytes to gather before they are encoded and written."""
 
-Report = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Callback with the numbers of further bytes read and tokens written. May raise, to stop the work."""
 
 
@@ -43,7 +43,7 @@ def shard_names(number: int) -> tuple[str, str]:
     return f"tokens-{number:05}.bin", f"documents-{number:05}.bin"
 
 
-def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Report) -> UnitRecord:
+def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Progress) -> UnitRecord:
     """Write the cache shard of a unit and sync it to the disk; return its record.
 
     Raises InputError for a damaged file, and for the first bad record, with its position, unless they are skipped.
@@ -114,7 +114,7 @@ def _partial(path: Path) -> Path:
 class _Work:
     """Read records, gather, encode and write their documents, and count the rest."""
 
-    def __init__(self, job: Job, shard: _Shard, encoder: Encoder | None, report: Report) -> None:
+    def __init__(self, job: Job, shard: _Shard, encoder: Encoder | None, report: Progress) -> None:
         self._job, self._shard, self._encoder, self._report = job, shard, encoder, report
         self._gathered: list[tuple[int, str | npt.NDArray[np.int64]]] = []
         """Documents of the current piece that are not written yet, each with its row."""

@@ -12,7 +12,7 @@ from multiprocessing import active_children, connection, resource_tracker
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from uptrain.data.prepare.tokenise import Job, tokenise
+from uptrain.data.prepare.tokenise import Job, Progress, tokenise
 from uptrain.data.prepare.tokenizer import Encoder, Tokenizer
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.distributed.signals import blocked_in_children
@@ -24,8 +24,6 @@ KILLED_WORKER = "a worker process was killed, perhaps for lack of memory: try fe
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]
-"""Callback with the numbers of further bytes read and tokens written by all workers."""
 
 
 class Stopped(Exception):
