@@ -218,7 +218,7 @@ def _precision(stagings: Iterable[Staging]) -> str:
     if len(finished) > 1:
         parts = " and ".join(f"{precision} ({staging.root})" for precision, staging in sorted(finished.items()))
         raise InputError(f"shards were computed in {parts}; remove those of one precision, and compute them again.")
-    return next(iter(finished), None) or default_precision(choose_device("auto"))
+    return next(iter(finished), None) or default_precision(choose_device(AUTO_DEVICE))
 
 
 def _move(other: Staging, staging: Staging) -> None:
@@ -243,7 +243,7 @@ def _write_shards(
     """Compute and record the missing shards. The model is loaded if there are any."""
     if not missing:
         return
-    device = choose_device("auto")
+    device = choose_device(AUTO_DEVICE)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
     teacher = load_teacher(folder, precision).to(device)
     if precision == "bf16":
