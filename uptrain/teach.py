@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.checkpoint.hub import origin_of
 from model.common import console
+from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
 from model.common.launcher_variables import world_size
