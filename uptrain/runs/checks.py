@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from model.common.errors import InputError
+from model.common.launcher_variables import is_local_main_process
 from model.language_model import read_language_config
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
 from uptrain.distributed.accelerator import wants_sharding
@@ -62,12 +63,15 @@ def check_is_not_student(model: Path | None, teacher: Path) -> None:
 
 
 def own_logits_warning(model: Path | None, folder: Path) -> str | None:
-    """Return a warning if the model itself, not its parent, wrote a folder of `uptrain teach`; None if it did not.
+    """Return a warning if the model itself, not its parent, wrote a folder of `uptrain teach`.
+
+    Return None if it did not, and on all processes but the main one of each machine.
 
     Raises InputError if the folder holds no logits.
     """
     teacher = LogitsManifest.parse(folder).teacher_sha256
-    if model is None or model_sha256(model) != teacher:
+    # One process of a machine reads the model's weights, for the warning that it prints.
+    if model is None or not is_local_main_process() or model_sha256(model) != teacher:
         return None
     return (
         f"--teacher-logits {folder} are those of MODEL itself, from which it learns nothing; the parent that it was "
