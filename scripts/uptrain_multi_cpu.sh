@@ -17,11 +17,5 @@ esac
 threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / PROCESSES))
 if [ "$threads" -lt 1 ]; then threads=1; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
-# `nohup` has made this script ignore it.
-hangup=SIGHUP,
-if { sh -c 'kill -HUP $$'; } 2>/dev/null; then hangup=; fi # ignored: the shell has survived
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,${hangup}SIGQUIT,SIGUSR1
 exec python -m uptrain.distributed.launcher --config_file "$configs/ddp.yaml" --num_processes "$PROCESSES" \
     --main_process_port 0 -m uptrain "$@"

@@ -18,12 +18,5 @@ if [ "$gpus" -eq 0 ]; then
 fi
 # accelerate does not pass signals on to a single process, which then would not save.
 if [ "$gpus" -eq 1 ]; then exec python -m uptrain "$@"; fi
-# Saving a checkpoint may take longer than the default of 30 seconds for stopped processes.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
-# torchrun, which accelerate calls, passes these signals on to the processes; not SIGUSR1 by default, and SIGHUP even if
-# `nohup` has made this script ignore it.
-hangup=SIGHUP,
-if { sh -c 'kill -HUP $$'; } 2>/dev/null; then hangup=; fi # ignored: the shell has survived
-export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,${hangup}SIGQUIT,SIGUSR1
 exec python -m uptrain.distributed.launcher --config_file "$configs/$layout.yaml" --num_processes "$gpus" \
     --main_process_port 0 -m uptrain "$@"

@@ -1,6 +1,7 @@
 """The files that start many processes: keys that accelerate knows, shells that parse, and arguments passed on whole."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from torch.distributed.run import get_args_parser
+
+from uptrain.distributed import launcher
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIGS = sorted((SCRIPTS / "launch/accelerate").glob("*.yaml"))
@@ -49,9 +52,8 @@ def shell(tmp_path):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
 
-    variables = "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $PET_SIGNALS_TO_HANDLE"
     stand_in("nproc", "echo 13")
-    launcher = f'echo "launcher {variables}"; echo $OMP_NUM_THREADS > $0.threads; shift 2; printf "%s\\n" "$@"'
+    launcher = 'echo launcher; echo $OMP_NUM_THREADS > $0.threads; shift 2; printf "%s\\n" "$@"'
     stand_in(
         "srun",
         'echo "srun $ACCELERATE_USE_FSDP"; printf "%s\\n" "$@"; [ -z "$STATE" ] || echo "$WRITES" > "$STATE"; '
@@ -81,7 +83,7 @@ def shell(tmp_path):
 def test_multi_gpu(shell, variables, layout, gpus):
     code, lines = shell("uptrain_multi_gpu.sh", "run", "my model", "--alpha", "0.05", **variables)
     assert code == 0
-    assert lines[:2] == [f"launcher 600 {SIGNALS}", "--config_file"]
+    assert lines[:2] == ["launcher", "--config_file"]
     assert Path(lines[2]) == SCRIPTS / f"launch/accelerate/{layout}.yaml"
     assert lines[3:] == [
         "--num_processes", gpus, "--main_process_port", "0", "-m", "uptrain", "run", "my model", "--alpha", "0.05"
@@ -111,7 +113,7 @@ def test_multi_gpu_without_a_gpu(shell):
 def test_multi_cpu(shell):
     code, lines = shell("uptrain_multi_cpu.sh", "run", "my model", PROCESSES="3")
     assert code == 0
-    assert lines[0] == f"launcher 600 {SIGNALS}"
+    assert lines[0] == "launcher"
     assert Path(lines[2]) == SCRIPTS / "launch/accelerate/ddp.yaml"
     assert lines[3:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
     for wrong in ("", "0", "x", "2x", "-1"):
@@ -131,6 +133,25 @@ def test_multi_cpu_starts_two_processes(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert real_runs.events(out, "started")[0]["processes"] == 2
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_the_launcher_passes_signals_on(monkeypatch, nohup):
+    started = []
+
+    def launch_command(options):
+        arguments = get_args_parser().parse_args(["script.py"])  # torchrun's defaults are of the environment
+        started.append((arguments.signals_to_handle, os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
+
+    monkeypatch.setattr(launcher, "launch_command", launch_command)
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        assert launcher.main(["script.py"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert started == [(SIGNALS.replace("SIGHUP,", "") if nohup else SIGNALS, "600")]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
     python -m uptrain.distributed.launcher --config_file FILE --num_processes N -m uptrain run …
 
-The launcher of accelerate ends with a traceback of its own and code 1 instead, which hides what a process has said.
+The launcher of accelerate ends with a traceback of its own and code 1 instead, which hides what a process has said. The
+signals at which a run saves and stops reach all processes, which have time to save.
 """
 
+import os
 import signal
 import sys
 
@@ -14,9 +16,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from model.common.console import echo_line
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+SECONDS_TO_SAVE = 600
+"""Time that stopped processes have before they are killed. torch's default is 30."""
+
 
 def main(arguments: list[str]) -> int:
     """Return the exit code: 128 + N after signal N, at which the processes stop in order."""
+    # torchrun, which accelerate calls, reads these variables. It would pass on a signal that `nohup` makes us ignore.
+    passed_on = [each.name for each in STOPS if signal.getsignal(each) != signal.SIG_IGN]
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(passed_on)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_SAVE)
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except SignalException as stopped:
