@@ -164,7 +164,9 @@ def _rotary_fraction(config: Mapping[str, Any], family: Family) -> float:
     assert default is not None
     if not family.positions.partial_rotary:
         return default
-    keys = ("rope_parameters.partial_rotary_factor", family.keys.partial_rotary_factor)
+    # transformers 5 takes a rope_scaling in place of rope_parameters.
+    rope = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    keys = (f"{rope}.partial_rotary_factor", family.keys.partial_rotary_factor)
     key = next((key for key in keys if get_key(config, key) is not None), None)
     fraction = default if key is None else get_key(config, key)
     if not checks.is_finite(fraction) or not 0 < fraction <= 1:

@@ -24,9 +24,6 @@ from model.families import FAMILIES, Family
 from model.geometry import check_class_settings
 from model.language_model import read_language_config, wrapper_of
 
-DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_rate")
-"""How the keys of rates of dropout end in config.json."""
-
 _KNOWN_VERSION = "transformers 5.23"
 """The version of transformers that the tests use."""
 
@@ -42,20 +39,6 @@ def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     with refusing(f"transformers can build no model from {folder}/config.json"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
     return model
-
-
-def _remove_dropout(config: Any) -> None:
-    """Set each rate of dropout in a config, and in the configs inside, to 0.
-
-    Masks would depend on the division of a step into micro-batches and processes, and would add noise to what is
-    distilled. The own decoder has no dropout either.
-    """
-    entries = config if isinstance(config, dict) else vars(config)
-    for key, value in entries.items():
-        if hasattr(value, "to_dict") or isinstance(value, dict):
-            _remove_dropout(value)
-        elif isinstance(key, str) and key.endswith(DROPOUT) and checks.is_finite(value):
-            entries[key] = type(value)(0)
 
 
 def build_observable_model(model_type: str, config: Mapping[str, Any], source: str) -> Any:
@@ -191,7 +174,6 @@ def read_hf_config(folder: Path) -> Any:
             config = CONFIG_MAPPING[str(values["model_type"])].from_dict(deepcopy(values))  # it edits what is inside
         # What the file names may not be installed, and may not take the masks of packed documents.
         config._attn_implementation = None
-        _remove_dropout(config)
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder}: model_type {config.model_type!r} is an encoder-decoder, and only causal language models can be "

@@ -6,7 +6,7 @@ Code that needs only logits and losses (training, evaluation, a teacher) works w
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,16 @@ class TransformersModel(nn.Module):
             logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED
         )
         return loss, (targets_BT != IGNORED).sum()
+
+    def train(self, mode: bool = True) -> Self:
+        """Leave the class in evaluation mode: in training mode it may draw noise, by dropout or in routers of experts.
+
+        Noise would depend on the division of a step into micro-batches and processes, and would be distilled. The own
+        decoder draws none either.
+        """
+        super().train(mode)
+        self.theirs.eval()
+        return self
 
     def check_packing(self, seq_len: int) -> None:
         """Raise CheckpointError if documents packed into windows of `seq_len` tokens cannot be separated.
@@ -199,7 +209,7 @@ def _length_dependent_contexts(config: Any) -> Iterator[int]:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        if rope.get("rope_type") == "longrope":
+        if rope.get("rope_type") == "longrope" and rope.get("short_factor") != rope.get("long_factor"):
             yield rope["original_max_position_embeddings"]
         elif rope.get("rope_type") == "dynamic":
             yield config.max_position_embeddings

@@ -9,8 +9,11 @@ from damage import record_sha256, rewrite
 from equivalent_heads import equivalent_mha, for_stock_class, logits, share_heads
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
+from transformers import AutoModelForCausalLM
 
+from model.checkpoint import open_checkpoint
 from model.families import NATIVE_FAMILIES
+from model.geometry import read_geometry
 
 METHODS = ("aligned", "pca")
 BY_WEIGHTS = ("--calibration", "none")
@@ -207,6 +210,26 @@ def test_a_partial_rotation_is_read_from_the_config(convert, tmp_path):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "pca", *BY_WEIGHTS).refused(
         "partial_rotary_factor = 1.5; it must be between 0 and 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "fraction"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}, 0.25),
+        ({"partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0}}, 1.0),
+        # transformers takes rope_scaling in place of rope_parameters.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.25,
+          "rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0}}, 0.25),
+    ],
+)  # fmt: skip
+def test_the_partial_rotation_is_that_of_the_class(tmp_path, settings, fraction):
+    source = tiny.save(tiny.build("phi", hidden_size=64), tmp_path / "source")
+    tiny.edit_config(source, **{"rope_parameters": ..., "partial_rotary_factor": ..., **settings})
+    with open_checkpoint(source) as checkpoint:
+        pairs = read_geometry(checkpoint).n_rotary_pairs
+    hf_model = AutoModelForCausalLM.from_pretrained(source)
+    assert set(pairs) == {len(hf_model.model.rotary_emb.inv_freq)} == {int(8 * fraction / 2)}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "hunyuan_v1_dense"])

@@ -70,6 +70,9 @@ def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
     uptrain("evaluate", inputs["model"], "--data", empty).refused("nothing to predict")
     narrow = tiny.save(tiny.build("phi3", vocab_size=real_runs.VOCAB, **tiny.LONGROPE), tmp_path / "narrow")
     uptrain("evaluate", narrow, *data).refused("windows of 32 tokens", "beyond 16 tokens", "(--seq-len 16)")
+    rope = {**tiny.LONGROPE["rope_parameters"], "short_factor": [2.0] * 2}  # as the long one: the same at any length
+    one_set = tiny.build("phi3", vocab_size=real_runs.VOCAB, **{**tiny.LONGROPE, "rope_parameters": rope})
+    uptrain("evaluate", tiny.save(one_set, tmp_path / "one_set"), *data).succeeded()
     falcon = tiny.save(tiny.build("falcon", vocab_size=real_runs.VOCAB, alibi=True), tmp_path / "falcon")
     uptrain("evaluate", falcon, *data).refused("'falcon'", "ALiBi")
     for family, change in (("qwen3", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})):

@@ -228,9 +228,11 @@ def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
         ("granite", {"attention_dropout": 0.5}),
         ("mpt", {"resid_pdrop": 0.5, "emb_pdrop": 0.5, "attn_config": {"alibi": True, "attn_pdrop": 1}}),
         ("llama", {"attention_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5, "attention_dropout": 0.5}),
+        ("phimoe", {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5}),
     ],
 )
-def test_nothing_is_dropped_in_training(tmp_path, family, rates):
+def test_training_draws_no_noise(tmp_path, family, rates):
     """So the loss does not depend on the division of a step."""
     source = tiny.save(tiny.build(family), tmp_path / "model")
     tiny.edit_config(source, **rates)
