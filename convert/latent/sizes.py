@@ -116,7 +116,7 @@ def checked_sizes(
         )
     if qk_rope_head_dim > keys:
         raise CheckpointError(
-            f"--rope {qk_rope_head_dim} is more than the {keys} numbers of all keys ({geometry.n_kv_heads} K/V heads "
+            f"--rope {qk_rope_head_dim} is more than the {keys} elements of all keys ({geometry.n_kv_heads} K/V heads "
             f"of {geometry.head_dim}); give at most {keys}."
         )
     if kv_lora_rank <= n_constants(norm):

@@ -147,7 +147,7 @@ def _describe_latent(plan: LatentPlan) -> _Description:
         tags=["mla"],
         facts=[
             ("Attention", f"{sizes.n_kv_heads} K/V heads → latent attention (MLA), for {sizes.n_heads} query heads"),
-            ("Latent, rotated key", f"{cached} numbers for each token and layer"),
+            ("Latent, rotated key", f"{cached} elements for each token and layer"),
             ("Norm of the latent", f"undone by `{sizes.norm}`"),
         ],
         what_was_done=(

@@ -154,7 +154,7 @@ def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dic
 def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:
     if sizes.cached >= sizes.source_cached:
         yield (
-            f"the latent and the rotated key are {sizes.cached} numbers for each token and layer, and the source "
+            f"the latent and the rotated key are {sizes.cached} elements for each token and layer, and the source "
             f"caches {sizes.source_cached}: nothing is saved."
         )
     if sizes.norm == "eps":

@@ -74,7 +74,7 @@ def _check_default(
     """
     if default < 1:
         raise CheckpointError(
-            f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} numbers to cache by default; give --latent."
+            f"--rope {options.rope} leaves nothing of the {DEFAULT_CACHED} elements to cache by default; give --latent."
         )
     most, cached = largest_latent(geometry, options.latent_norm), 2 * geometry.n_kv_heads * geometry.head_dim
     if most >= default and default + qk_rope_head_dim < cached:
@@ -83,7 +83,7 @@ def _check_default(
     problem = (
         f"is too large for this model, which can use at most {most} ({heads}, hidden size {geometry.hidden_size})"
         if most < default
-        else f"saves nothing here: with --rope {qk_rope_head_dim} it caches {default + qk_rope_head_dim} numbers, and "
+        else f"saves nothing here: with --rope {qk_rope_head_dim} it caches {default + qk_rope_head_dim} elements, and "
         f"the model's own KV cache holds {cached} ({heads})"
     )
     fitting = suggested_sizes(geometry)

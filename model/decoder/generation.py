@@ -164,8 +164,8 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
     """Return the speeds and the size of the KV cache, from the times of the start and of each token."""
     config, steps = model.config, len(times) - 2
     n_tokens = n_prompt + steps
-    numbers = sum(heads * size for heads, size in config.cached_shapes)
-    nbytes = n_tokens * config.n_layers * numbers * model.lm_head_weight.dtype.itemsize
+    elements = sum(heads * size for heads, size in config.cached_shapes)
+    nbytes = n_tokens * config.n_layers * elements * model.lm_head_weight.dtype.itemsize
     cached = f"{config.n_kv_heads} K/V heads"
     if config.latent is not None:
         cached = f"a latent of {config.latent.latent_dim} and a key of {config.latent.qk_rope_head_dim}"

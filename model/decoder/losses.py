@@ -1,6 +1,6 @@
 """Compute cross-entropy and other losses over a large vocabulary in chunks, without storing all logits.
 
-The logits of N tokens are N x V numbers, often the largest tensor of a training step. Here they are computed for one
+The logits of N tokens are N x V elements, often the largest tensor of a training step. Here they are computed for one
 chunk of tokens at a time. The gradients of a chunk are computed in the forward pass; the backward pass scales them.
 
 Letters: B batch, T tokens of a row; N tokens, C tokens of a chunk, M hidden size, V vocabulary.

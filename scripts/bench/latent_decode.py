@@ -87,9 +87,9 @@ class _Run:
             layer.k_BKRD.normal_()
             layer.v_BKRD.normal_()
         self.cache.length = options.context
-        self.numbers = sum(heads * size for heads, size in self.model.config.cached_shapes)
+        self.cached_elements = sum(heads * size for heads, size in self.model.config.cached_shapes)
         n_tokens = options.batch * options.context * len(self.cache.layers)
-        self.cached_bytes = n_tokens * self.numbers * dtype.itemsize
+        self.cached_bytes = n_tokens * self.cached_elements * dtype.itemsize
         self.ids = torch.zeros(options.batch, dtype=torch.long, device=options.device)
         self.times: list[float] = []
 
@@ -102,13 +102,16 @@ class _Run:
 
     def row(self) -> dict[str, Any]:
         step = statistics.median(self.times[WARM_UP:])
-        return {"name": self.name, "numbers": self.numbers, "cache_bytes": self.cached_bytes, "step_s": step}
+        return {
+            "name": self.name, "cached_elements": self.cached_elements, "cache_bytes": self.cached_bytes, "step_s": step
+        }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| attention | numbers cached per token and layer | KV cache, MB | ms/step |", "|---|---|---|---|"]
+    lines = ["| attention | elements cached per token and layer | KV cache, MB | ms/step |", "|---|---|---|---|"]
     lines += [
-        f"| {r['name']} | {r['numbers']} | {r['cache_bytes'] / 1e6:.0f} | {1e3 * r['step_s']:.0f} |" for r in rows
+        f"| {r['name']} | {r['cached_elements']} | {r['cache_bytes'] / 1e6:.0f} | {1e3 * r['step_s']:.0f} |"
+        for r in rows
     ]
     return "\n".join(lines)
 

@@ -364,7 +364,7 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
 def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
     convert, tmp_path, head_dim, given, sizes
 ):
-    heads = 16 if head_dim == 32 else 8  # eight would cache less than 576 numbers
+    heads = 16 if head_dim == 32 else 8  # eight would cache less than 576 elements
     wide = {"hidden_size": 512, "head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
     wide |= {"vocab_size": 300, "num_hidden_layers": 1}
     source = make_tokenizer(latent.make_source(tmp_path / "source", **wide), 300)
@@ -379,7 +379,7 @@ def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_he
 @pytest.mark.parametrize(
     ("n_kv_heads", "head_dim", "words"),
     [
-        (4, 64, ("576 numbers", "own KV cache holds 512", "give --latent and --rope, such as --latent 256")),
+        (4, 64, ("576 elements", "own KV cache holds 512", "give --latent and --rope, such as --latent 256")),
         (1, 8, ("can use at most 16", "small already")),
     ],
 )

@@ -77,7 +77,7 @@ def refused(convert, source, tmp_path):
             ("the default of --latent, 512, is too large", "at most 64", "such as --latent 32 --rope 32;", "inspect "),
         ),
         (("--rope", 8), ("the default of --latent, 568, is too large", "at most 64")),
-        (("--rope", 576), ("--rope 576 leaves nothing of the 576 numbers", "give --latent")),
+        (("--rope", 576), ("--rope 576 leaves nothing of the 576 elements", "give --latent")),
         (("--latent", 1, "--rope", 8, "--latent-norm", "bias"), ("--latent 1 leaves nothing", "--latent-norm bias")),
         ((*SIZE, *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text", "--calibration none")),
         ((*SIZE, *BY_WEIGHTS, "--calibration-tokens", 100), ("--calibration-tokens needs a calibration text",)),

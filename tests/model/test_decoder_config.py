@@ -127,8 +127,8 @@ def test_absent_sizes_are_those_of_the_config_class(family):
             for value in (0, -1, 1.5, "8", True, 10**12, 10**30, [8], None)
         ),
         *(({"head_dim": value}, "head_dim") for value in (0, "4", 4.0, 10**12)),
-        ({"head_dim": 5}, "heads of 5 numbers"),
-        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "heads of 2 numbers"),
+        ({"head_dim": 5}, "heads of 5 dimensions"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "heads of 2 dimensions"),
         *(({"num_key_value_heads": value}, "num_key_value_heads") for value in (0, 3, "8", 10**30)),
         *(({"max_position_embeddings": value}, "max_position_embeddings") for value in (None, 0, "64", 10**30)),
         *(

@@ -76,7 +76,7 @@ def test_the_plan_names_latent_attention_of_the_model_and_of_a_teacher(convert, 
     convert("mha-to-mla", inputs["parent"], other, *options).succeeded()
     fixed = ("--steps", 5, "--lr", 1e-3, "--global-batch-tokens", 256, "--seq-len", 32)
     planned = uptrain("plan", inputs["model"], "--teacher", other, *fixed).succeeded()
-    assert "latent attention (12 + 8 numbers cached)" in planned.out
+    assert "latent attention (12 + 8 elements cached)" in planned.out
     warning = f"the teacher {other} has latent attention, but the parent of {inputs['model']} had 8 K/V heads"
     assert warning in planned.err
     planned = uptrain("plan", inputs["model"], "--teacher", inputs["parent"], *fixed, "--json").succeeded()

@@ -205,7 +205,7 @@ def _wrapped(parts: list[str]) -> str:
 
 def _attention(plan: dict[str, Any]) -> str:
     if plan["latent"]:
-        return "latent attention ({} + {} numbers cached)".format(*plan["latent"])
+        return "latent attention ({} + {} elements cached)".format(*plan["latent"])
     return f"{plan['n_kv_heads']} K/V heads"
 
 

@@ -83,7 +83,7 @@ def launch_new(options: RunOptions) -> None:
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
     config = read_language_config(folder)
-    # A --loss without a teacher is meant.
+    # Who gives --loss without a teacher chose to train without one, so nothing is said.
     trains_without_teacher = options.model and not (options.teacher or options.teacher_logits or options.loss)
     warnings = [
         few_steps_warning(options.budget, budget), shape_warning(config, options.budget.original),
