@@ -135,7 +135,7 @@ def _parameters(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
     needed, optional = SCALINGS[kind]
     for key in needed:
         if scaling.get(key) is None:
-            raise CheckpointError(f"config.json asks for RoPE of type {kind}, but gives no {key}.")
+            raise CheckpointError(f"config.json asks for RoPE of type {kind}, but gives no {key}; add it.")
     return {
         key: check(scaling[key], f"config.json has RoPE of type {kind} with {key}")
         for key, check in {**needed, **optional}.items()

@@ -7,6 +7,7 @@ import os
 import shutil
 import zlib
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from model.common.staging import Staging
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
+from uptrain.runs import checks
 from uptrain.training import logits as logits_module
 
 
@@ -399,3 +401,13 @@ def test_logits_of_the_model_itself(uptrain, inputs, tmp_path, teacher):
     fixed = ("--data", inputs["data"], "--steps", 1, "--lr", 1e-4, "--global-batch-tokens", 256)
     result = uptrain("run", inputs["model"], *fixed, "--teacher-logits", logits, "--out", tmp_path / "run")
     assert (result.code, "are those of MODEL itself" in result.err) == (0, teacher == "model")
+
+
+def test_one_process_hashes_the_model(inputs, tmp_path, monkeypatch):
+    """Hashing reads all weights. Other processes of the machine leave that to the one that prints the warning."""
+    monkeypatch.setattr(checks, "model_sha256", hashed := Mock(return_value="another"))
+    monkeypatch.setattr(checks.LogitsManifest, "parse", Mock())
+    for rank, n_calls in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert checks.own_logits_warning(inputs["model"], tmp_path) is None
+        assert hashed.call_count == n_calls
