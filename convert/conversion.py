@@ -2,8 +2,9 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,9 +47,14 @@ def run(checkpoint: Checkpoint, plan: Plan, staging: Staging, workers: int, quie
     """Convert `checkpoint` into the folder of `staging`, atomically; return the final plan, and `groupwise.json`.
 
     A killed run resumes. Raises CheckpointError for an error that the user can correct, after removing the staging
-    area. Raises OSError if reading or writing fails midway; the staging area stays for the next run.
+    area. Raises OSError if reading or writing fails midway; the staging area stays for the next run if a piece is
+    finished.
     """
     check_disk_space(plan, checkpoint, staging)
+    if plan.recipe.text is not None and plan.conversions:
+        # An interrupt during an import removes nothing (`model.common.interrupts`), so torch is imported before there
+        # is a staging area.
+        import_module("convert.calibration.calibrate")
     _check_side_files(checkpoint, plan)  # raises what is wrong with them before hours of calibration
     with _resumable(staging, inputs_of(checkpoint, plan)), prefix_path(checkpoint.config_folder):
         _check_unchanged(checkpoint)
@@ -70,10 +76,15 @@ def _check_unchanged(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]:
-    """Open a staging area, with its finished parts from an earlier run. Remove it if the input is the error."""
+    """Open a staging area, with its finished parts from an earlier run.
+
+    Remove it if the input is the error, or if nothing is finished when another error or an interrupt ends the run.
+    """
 
     def advice() -> str:
         if not staging.holds_finished_work:
+            with suppress(OSError, CheckpointError, RunError):
+                staging.discard()
             return "nothing is finished yet, and the same command starts again"
         return f"finished work is kept in {staging.root}, and the same command continues from there"
 

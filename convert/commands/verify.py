@@ -24,9 +24,9 @@ DIFFERENT, NOT_ALL_CHECKED = 3, 4
 def command(source: Path, out: Path, device: str, as_json: bool) -> None:
     """Check OUT against SOURCE.
 
-    Recompute every merged tensor, and compare every other byte, key and file. The exit code is 0 if all agree, 3 if
-    anything differs, and 4 if something could not be compared, for instance because OUT lacks the tokens it was
-    calibrated on.
+    Recompute every merged tensor, and compare all other tensors, config.json, groupwise.json and the other files. The
+    exit code is 0 if all agree, 3 if anything differs, and 4 if something could not be compared, for instance because
+    OUT lacks the tokens it was calibrated on.
     """
     from convert.verification.verify import verify
     from model.checkpoint import open_checkpoint

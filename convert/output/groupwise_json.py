@@ -3,11 +3,13 @@
 The record contains no times and no paths, so the same conversion gives the same bytes.
 """
 
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from convert.layer_tensors.converted_layer import GroupReport
 from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
@@ -74,11 +76,19 @@ def _merge_report(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
         {
             "tensor": heads.tensors[0],
             "heads": heads.kind,
-            "norm_ratio": round(fmean(group["norm_ratio"] for group in reports[heads.label]), 6),
-            "mean_cosine": round(fmean(group["mean_cosine"] for group in reports[heads.label]), 6),
+            **average_reports(GroupReport(**group) for group in reports[heads.label]),
         }
         for heads in plan.reported_heads
     ]
+
+
+def average_reports(groups: Iterable[GroupReport]) -> dict[str, float]:
+    """Return the means over groups that `merge_report` holds, each rounded to six digits."""
+    groups = list(groups)
+    return {
+        "norm_ratio": round(fmean(group.norm_ratio for group in groups), 6),
+        "mean_cosine": round(fmean(group.mean_cosine for group in groups), 6),
+    }
 
 
 def earlier_conversion(checkpoint: Checkpoint) -> Any:

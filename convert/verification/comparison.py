@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from convert.layer_tensors.converted_layer import GroupReport
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 
@@ -52,3 +53,5 @@ class Comparison:
     """The content of OUT's `groupwise.json`."""
     findings: Findings
     """The results so far."""
+    reports: dict[str, list[GroupReport]] = field(default_factory=dict)
+    """Of heads that were recomputed and agree in every byte: the report on each group, by `Heads.label`."""

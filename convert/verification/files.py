@@ -1,20 +1,27 @@
 """Compare the files beside the weights, the index and the record of a converted folder."""
 
 import json
+from math import isclose
+from typing import Any
 
-from convert.output.groupwise_json import planned_record
+from convert.merging.recipe import MergeRecipe
+from convert.output.groupwise_json import average_reports, planned_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
 from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_text
-from model.common.checks import short_repr
+from model.common.checks import is_finite, short_repr
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
 from model.common.files import has_content
 from model.common.read_files import parse_json, starts_with_bom
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
+REST_OF_RECORD = {"schema", "source", "groups", "geometry", "versions", "merge_report", "sha256"}
+"""The keys of the record besides the recipe's. Versions are those of the machine that converted."""
+REPORT_TOL = 1e-4
+"""Tolerance of norms and cosines in the report. Another processor sums float32 in another order."""
 
 
 def compare_files(comparison: Comparison) -> None:
@@ -28,26 +35,59 @@ def compare_files(comparison: Comparison) -> None:
 def _compare_record(comparison: Comparison) -> None:
     source, plan, record = comparison.source, comparison.plan, comparison.record
     differences = comparison.findings.differences
-    reported = [(entry["tensor"], entry.get("heads")) for entry in record["merge_report"]]
-    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported_heads]:
-        differences.append(f"{CONVERSION_RECORD} does not report on exactly the converted tensors")
+    _compare_report(comparison)
     if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
         differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the converted layers")
-    expected = planned_record(source, plan)
-    for part in ("source", "geometry"):
-        recorded = record[part] if isinstance(record.get(part), dict) else {}
-        for key, value in expected[part].items():
-            if recorded.get(key) != value:
-                differences.append(
-                    f"{CONVERSION_RECORD} has {part}.{key} = {short_repr(recorded.get(key))}; it should be "
-                    f"{short_repr(value)}"
-                )
+    for key, (recorded, expected) in _entries(comparison).items():
+        if recorded != expected:
+            differences.append(
+                f"{CONVERSION_RECORD} has {key} = {short_repr(recorded)}; it should be {short_repr(expected)}"
+            )
+    unknown = record.keys() - plan.recipe.record.keys() - REST_OF_RECORD
+    if unknown:
+        differences.append(f"{CONVERSION_RECORD} has unknown keys: {short_repr(sorted(unknown))}")
     recorded_files, files = [x["name"] for x in record["source"]["files"]], [path.name for path in source.weight_files]
     if recorded_files != files:
         differences.append(
             f"{CONVERSION_RECORD} names {short_repr(recorded_files)} as files of the source, which has "
             f"{short_repr(files)}"
         )
+
+
+def _entries(comparison: Comparison) -> dict[str, tuple[Any, Any]]:
+    """Return the entries of the record that follow from the source and the recipe, each as recorded and as expected.
+
+    The calibration is compared as it is read.
+    """
+    source, plan, record = comparison.source, comparison.plan, comparison.record
+    recipe = plan.recipe.record if plan.computed else MergeRecipe("mean").record  # of a copy
+    planned = {**recipe, "groups": plan.n_kv_heads}
+    entries = {key: (record.get(key), value) for key, value in planned.items() if key != "calibration"}
+    for part, values in planned_record(source, plan).items():
+        recorded = record[part] if isinstance(record.get(part), dict) else {}
+        entries |= {f"{part}.{key}": (recorded.get(key), value) for key, value in values.items()}
+    sizes = {path.name: path.stat().st_size for path in source.weight_files}
+    for i, file in enumerate(record["source"]["files"]):
+        if file["name"] in sizes:
+            entries[f"source.files[{i}].bytes"] = file.get("bytes"), sizes[file["name"]]
+    return entries
+
+
+def _compare_report(comparison: Comparison) -> None:
+    """Compare the report on all heads that were recomputed and agree in every byte. Sums of others are rounded."""
+    plan, differences, report = comparison.plan, comparison.findings.differences, comparison.record["merge_report"]
+    reported = [(entry["tensor"], entry.get("heads")) for entry in report]
+    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported_heads]:
+        differences.append(f"{CONVERSION_RECORD} does not report on exactly the converted tensors")
+        return
+    for i, (heads, entry) in enumerate(zip(plan.reported_heads, report, strict=True)):
+        groups = comparison.reports.get(heads.label)
+        for key, expected in average_reports(groups).items() if groups else ():
+            recorded = entry.get(key)
+            if not is_finite(recorded) or not isclose(recorded, expected, rel_tol=REPORT_TOL, abs_tol=REPORT_TOL):
+                differences.append(
+                    f"{CONVERSION_RECORD} has merge_report[{i}].{key} = {short_repr(recorded)}; it should be {expected}"
+                )
 
 
 def _compare_config(comparison: Comparison) -> None:

@@ -60,9 +60,11 @@ def compare_layer_tensor(
 
     Any later change to the tensor is found by the recorded checksum.
     """
-    out, expected = comparison.out, layers.get(layer).tensors[name]
-    actual = out.all_rows(name)
+    converted = layers.get(layer)
+    actual, expected = comparison.out.all_rows(name), converted.tensors[name]
     if actual.tobytes() == expected.tobytes():
+        for heads in comparison.plan.computed[name].reported_heads:
+            comparison.reports[heads.label] = converted.reports[heads.label]
         return []
     if is_compared_by_errors(layer.recipe):
         return []  # see `compare_by_errors`

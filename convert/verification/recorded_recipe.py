@@ -32,7 +32,6 @@ def recorded_recipe(
             f"{path} records the method {short_repr(record['method'])}, which this version does not know; verify it "
             "with the version of Groupwise that made it."
         )
-    _check_repeatable(record, path)
     refit, refine = record.get("refit", False), record.get("refine", 0)
     if type(refine) is not int or not 0 <= refine <= MAX_TOKENS:
         raise CheckpointError(f"{path} records that layers were refined on {refine!r} tokens.")
@@ -51,17 +50,6 @@ def recorded_recipe(
     except UnsupportedMethodError as error:
         raise CheckpointError(f"{path} records a recipe that is not possible: {error}") from error
     return recipe
-
-
-def _check_repeatable(record: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError if OUT was made with an option that only earlier versions had."""
-    always = {"renorm": "spread" if record["method"] in LAYER_METHODS else "none", "grouping": "contiguous"}
-    for option, value in always.items():
-        if record.get(option, value) != value:
-            raise CheckpointError(
-                f"{path} records {option} = {record[option]!r}, which this version cannot repeat; verify it with the "
-                "version of Groupwise that made it."
-            )
 
 
 def _stored_text(

@@ -203,7 +203,7 @@ def _compare_tensor(comparison: Comparison, layers: ConvertedLayerCache | None, 
         layer = plan.computed[name].layer
         if layer is not None:
             return [] if layers is None else compare_layer_tensor(comparison, layer, layers, name)
-        expected, origin = _recomputed(source, plan, name), "recomputed from the source"
+        expected, origin = _recomputed(comparison, name), "recomputed from the source"
     else:
         expected, origin = _source_bytes(source, name), "copied from the source"
     span = out.span(name)
@@ -220,7 +220,9 @@ Pieces = Iterator[tuple[int, bytes]]
 """The expected content of a tensor of OUT: pieces of bytes, each with its offset."""
 
 
-def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
+def _recomputed(comparison: Comparison, name: str) -> Pieces:
+    """Yield a computed tensor. Whoever reads it to its end has the reports on its heads in `comparison`."""
+    source, plan = comparison.source, comparison.plan
     output = plan.computed[name]
     row_nbytes = output.tensor.nbytes // (output.tensor.shape[0] if output.tensor.shape else 1)
     for rows in output.copies:
@@ -230,8 +232,11 @@ def _recomputed(source: Checkpoint, plan: Plan, name: str) -> Pieces:
         for row, values in scaled_rows(source, output.tensor, output.scaled):
             yield row * row_nbytes, values.tobytes()
     for merge in output.merges:
-        for row, merged, _ in merge_groups(source, merge, plan.recipe):
+        reports = []
+        for row, merged, report in merge_groups(source, merge, plan.recipe):
+            reports.append(report)
             yield row * row_nbytes, merged.tobytes()
+        comparison.reports[merge.merged.label] = reports
 
 
 def _source_bytes(source: Checkpoint, name: str) -> Pieces:

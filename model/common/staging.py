@@ -252,7 +252,11 @@ class Staging:
             console.warn(f"{self.root} could not be removed ({reason}); it is no longer needed.")
 
     def discard(self) -> None:
-        """Remove the staging area. A folder that a killed run moved away and did not replace is restored first."""
+        """Remove the staging area. A folder that a killed run moved away and did not replace is restored first.
+
+        Raises RunError if another process writes into the area too.
+        """
+        self._lock.check()
         self._recover()
         for path in (self.folder, self.scratch):
             _remove(path)

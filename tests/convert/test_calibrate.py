@@ -17,6 +17,7 @@ import tiny
 import torch
 import zstandard
 from calibrated import FIT, TEXT, TOKENS, record
+from commands import left_behind
 from families_without_gqa import t5
 from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
@@ -106,6 +107,7 @@ def test_an_interrupt_before_anything_is_finished_says_so(convert, parent, tmp_p
     assert (result.code, result.err.splitlines()[-1]) == (
         1, "Error: interrupted; nothing is finished yet, and the same command starts again."
     )  # fmt: skip
+    assert not left_behind(tmp_path)
 
 
 def interrupt(*given):

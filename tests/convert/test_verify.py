@@ -1,6 +1,7 @@
 """`convert verify` passes good outputs and finds every kind of change."""
 
 import json
+import re
 import shutil
 import time
 from contextlib import contextmanager
@@ -177,21 +178,42 @@ def test_a_tensor_that_only_the_source_has(convert, tmp_path):
     assert f"the tensor {name} is not one that the conversion writes" in result.err
 
 
-@pytest.mark.parametrize(("method", "repeated"), [("mean", "none"), ("pca", "spread")])
-def test_records_of_earlier_versions(convert, source, tmp_path, method, repeated):
-    """They name options that are gone: what this version always does is verified, and all else refused."""
-    out = tmp_path / "out"
-    more = () if method == "mean" else ("--calibration", "none")
-    convert("mha-to-gqa", source, out, "--groups", 2, "--method", method, *more).succeeded()
+MEAN = ("mha-to-gqa", "--groups", 2, "--method", "mean")
+PCA = ("mha-to-gqa", "--groups", 2, "--method", "pca", "--calibration", "none")
+LATENT = ("mha-to-mla", "--latent", 16, "--rope", 8, "--calibration", "none")
+
+
+@pytest.mark.parametrize(
+    ("command", "entry", "value", "expected"),
+    [
+        (("to-hf",), "method", "random", "'mean'"), (("to-hf",), "seed", 77, "0"), (LATENT, "groups", 12345, "8"),
+        (MEAN, "merge_report.0.norm_ratio", 9.5, "0."), (MEAN, "merge_report.1.mean_cosine", None, ""),
+        (PCA, "merge_report.0.norm_ratio", 9.5, ""), (MEAN, "source.files.0.bytes", 1, ""),
+        (MEAN, "geometry.head_dim", 4, "8"), (MEAN, "source.format", "gguf", "'safetensors'"),
+    ],
+)  # fmt: skip
+def test_changes_of_the_record(convert, tmp_path, command, entry, value, expected):
+    source, out = tiny.save(tiny.build(hidden_size=64), tmp_path / "source"), tmp_path / "out"
+    convert(command[0], source, out, *command[1:]).succeeded()
+    convert("verify", source, out).succeeded()
     record = json.loads((out / "groupwise.json").read_text())
-    renorms, groupings = ("none", "norm", "spread"), ("contiguous", "similar")
-    for option, value in [*(("renorm", value) for value in renorms), *(("grouping", value) for value in groupings)]:
-        (out / "groupwise.json").write_text(json.dumps({**record, option: value}))
-        result = convert("verify", source, out)
-        if value in (repeated, "contiguous"):
-            result.succeeded()
-        else:
-            result.refused(f"records {option} = '{value}', which this version cannot repeat")
+    *folders, key = entry.split(".")
+    inner = record
+    for name in folders:
+        inner = inner[int(name) if isinstance(inner, list) else name]
+    inner[key] = value
+    (out / "groupwise.json").write_text(json.dumps(record))
+    result = convert("verify", source, out)
+    name = re.sub(r"\.(\d+)", r"[\1]", entry)
+    assert (result.code, len(result.err.splitlines())) == (3, 1), result.err
+    assert f"groupwise.json has {name} = {value!r}; it should be {expected}" in result.err
+
+
+def test_an_unknown_key_in_the_record(convert, source, out):
+    record = json.loads((out / "groupwise.json").read_text())
+    (out / "groupwise.json").write_text(json.dumps({**record, "renorm": "none"}))
+    result = convert("verify", source, out)
+    assert (result.code, result.err) == (3, "DIFFERENT: groupwise.json has unknown keys: ['renorm']\n")
 
 
 def test_other_source_or_no_record_is_refused(convert, source, out, tmp_path):
