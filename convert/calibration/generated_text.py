@@ -164,6 +164,11 @@ class _Generator:
                     "they do not belong together."
                 )
         self._vocabulary = [token for token in vocabulary if token < n_ids]
+        if not self._vocabulary:
+            raise CheckpointError(
+                "the tokenizer has no ordinary token that the model's embedding holds, so the model cannot write a "
+                "text; calibrate on a text instead: --calibration shipped, or a file."
+            )
 
     @torch.inference_mode()
     def generate(self, n_rows: int, window_tokens: int, seed: tuple[int, int], advance: Advance) -> NDArray[np.int64]:
@@ -179,7 +184,7 @@ class _Generator:
             ids_BT[:, t] = [row.next_token(chosen) for row, chosen in zip(rows, chosen_B, strict=True)]
             logits_BV = self._model.append(torch.from_numpy(ids_BT[:, t]))
             if not logits_BV.isfinite().all():
-                raise CheckpointError("the model makes NaN or infinite values of its own text; it is damaged.")
+                raise CheckpointError("the model's logits are NaN or infinite; the checkpoint is damaged.")
             chosen_B = sample(logits_BV, TEMPERATURE, TOP_P, generator).tolist()
             advance(n_rows)
         return ids_BT

@@ -70,7 +70,7 @@ def _check_figure(path: Path) -> None:
     """Raise InputError if no figure can be drawn and written to `path`."""
     if find_spec("matplotlib") is None:
         raise InputError("--figure needs matplotlib: pip install matplotlib; or leave --figure out.")
-    if path.suffix.lower() != ".png" or path.is_dir():
+    if path.suffix.lower() != ".png":
         raise InputError(f"--figure {path}: the name must end in .png.")
     if os.path.lexists(path):
         raise InputError(f"--figure {path} exists; choose another name, or remove it.")

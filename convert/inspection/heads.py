@@ -118,7 +118,8 @@ def head_layers(checkpoint: Checkpoint) -> tuple[LayerMerge, ...]:
     try:
         return make_merge_plan(checkpoint, geometry.legal_n_kv_heads[-2], MergeRecipe("pca"), None).conversions
     except UnsupportedMethodError as error:
-        raise CheckpointError(f"--heads maps heads as --method pca does: {error}") from error
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"--heads maps heads as --method pca does: {reason}; leave --heads out.") from error
 
 
 def report_heads(checkpoint: Checkpoint, merges: Sequence[LayerMerge], advance: Advance) -> HeadReport:

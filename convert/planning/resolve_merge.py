@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from convert.calibration_text.choices import NONE
 from convert.errors import UnsupportedMethodError
 from convert.merging.clipping import find_clip
-from convert.merging.methods import CALIBRATED, LAYER_METHODS
+from convert.merging.methods import CALIBRATED, HEAD_METHODS, LAYER_METHODS
 from convert.merging.recipe import MergeRecipe
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import check_n_kv_heads
@@ -55,11 +55,13 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
             console.warn(f"{options.fitting_option} has no effect: the model has {n_kv_heads} K/V heads already.")
         return MergeRecipe("mean")
     if options.method is not None:
+        _check_method(checkpoint, geometry, options.method)
         return _recipe(checkpoint, geometry, options)
     if options.calibration == NONE:
         return _recipe(checkpoint, geometry, replace(options, method="mean"))
     refine = options.n_tokens if options.refine is None else options.refine
     try:
+        check_layer_merge(geometry, checkpoint.tensors, DEFAULT_METHOD)  # before a text is read, or downloaded
         return _recipe(checkpoint, geometry, replace(options, method=DEFAULT_METHOD, refit=True, refine=refine))
     except UnsupportedMethodError as error:
         reason = str(error).rstrip(".")
@@ -67,6 +69,16 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
             f"The default merge is not possible: {reason}. --method mean is the paper's merge; its loss starts much "
             "higher, so it needs more uptraining."
         ) from error
+
+
+def _check_method(checkpoint: Checkpoint, geometry: Geometry, method: str) -> None:
+    """Raise UnsupportedMethodError if a requested method cannot merge this model's heads."""
+    if method not in LAYER_METHODS:
+        return
+    try:
+        check_layer_merge(geometry, checkpoint.tensors, method)
+    except UnsupportedMethodError as error:
+        raise UnsupportedMethodError(f"{str(error).rstrip('.')}; choose {', '.join(HEAD_METHODS)}.") from error
 
 
 def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -> MergeRecipe:
@@ -78,8 +90,6 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
             f"{options.calibration_option} cannot be combined with --method {options.method}, which needs no text."
         )
     recipe = MergeRecipe(options.method, options.seed, options.refit, options.refine or 0)
-    if by_layer:
-        check_layer_merge(geometry, checkpoint.tensors, options.method)  # before a text is read, or downloaded
     if by_layer and options.calibration == NONE:
         _check_clipping(checkpoint, options.method)
     if by_layer and options.calibration != NONE:

@@ -8,7 +8,6 @@ from convert.errors import UnsupportedMethodError
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.merging.heads import HeadMerge
 from convert.merging.layer import LayerMerge
-from convert.merging.methods import HEAD_METHODS
 from convert.merging.recipe import MergeRecipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import TensorInfo
@@ -69,23 +68,23 @@ def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: i
 
 
 def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], method: str) -> None:
-    """Raise UnsupportedMethodError if one of LAYER_METHODS cannot merge this model's heads."""
+    """Raise UnsupportedMethodError, without advice, if one of LAYER_METHODS cannot merge this model's heads."""
     family = geometry.family
     if geometry.n_rotary_pairs is None and family.positions.rotary_fraction is not None:
         raise UnsupportedMethodError(
             f"--method {method} rotates pairs of dimensions, but this model's rotary embedding has an odd number of "
-            f"them in a head of {geometry.head_dim}; choose {', '.join(HEAD_METHODS)}."
+            f"them in a head of {geometry.head_dim}."
         )
     if geometry.n_rotary_pairs is None:
         without = "" if family.positions.alibi is None else f" without {family.positions.alibi} = true"
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, which is not implemented for the attention of "
-            f"model_type {family.model_type!r}{without}; choose {', '.join(HEAD_METHODS)}."
+            f"model_type {family.model_type!r}{without}."
         )
     for prefix in _prefixes(geometry):
         biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", prefix)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
-            raise UnsupportedMethodError(f"{prefix[:-1]} has a bias on some of q, k and v only; use --method mean.")
+            raise UnsupportedMethodError(f"{prefix[:-1]} has a bias on some of q, k and v only.")
         _check_norms(family, prefix, tensors, method)
 
 
@@ -102,7 +101,7 @@ def _check_norms(family: Family, prefix: str, tensors: Mapping[str, TensorInfo],
     if norms.kind == "layer" and present:
         raise UnsupportedMethodError(
             f"--method {method} maps heads before it merges them, but {present[0]} normalises queries or keys "
-            f"afterwards, and subtracts their mean; choose {', '.join(HEAD_METHODS)}."
+            "afterwards, and subtracts their mean."
         )
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ class SizeType(click.ParamType[int]):
         size = 0
         if match:
             number, unit, binary = match.groups()
-            size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+            size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
         if 0 < size < self.least:
             self.fail(
                 f"{short_repr(value)} is less than {self.least:,} bytes; give a unit, for example 24GB, 500MB or 2GiB.",

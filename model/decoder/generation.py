@@ -5,6 +5,7 @@ python -m model.decoder.generation FOLDER --prompt "Once upon a time"
 
 import time
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,7 @@ NOT_NATIVE = "this family runs in transformers' classes; generate with transform
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-    """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding.
-
-    Raises InputError for the tokens of one prompt instead of a list of prompts.
-    """
-    if any(isinstance(prompt, int) for prompt in prompts):
-        raise InputError("prompts must be a list of prompts, each a list of token ids; give [prompt].")
+    """Return left-padded prompts, [B, T], and the number of padding tokens of each, [B]; None without padding."""
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts])
     ids_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -66,8 +62,10 @@ def generate(
 
     `stop_ids`: None uses the model's end-of-text tokens; an empty list generates all `max_new_tokens`.
     `temperature`: 0 is greedy. `top_p`: sample from the smallest set of tokens with at least this probability
-    (Holtzman et al. 2020). The same seed gives the same text. Raises CheckpointError for a model of transformers'
-    classes.
+    (Holtzman et al. 2020). The same seed gives the same text.
+
+    Raises CheckpointError for a model of transformers' classes, and InputError for a prompt without tokens, an id
+    outside the vocabulary, or a number out of its range.
     """
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(NOT_NATIVE)
@@ -93,7 +91,8 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, one step at a time."""
+    """Yield the next token of every prompt, one step at a time. The arguments and errors are those of `generate`."""
+    _check_request(model.config.vocab_size, prompts, max_new_tokens, temperature, top_p)
     weight = model.lm_head_weight
     ids_BT, padding_B = pad_left(prompts)
     ids_BT = ids_BT.to(weight.device)
@@ -107,6 +106,24 @@ def stream(
         yield ids_B.tolist()
         if step + 1 < max_new_tokens:
             logits_BV = decode(model, ids_B, cache)
+
+
+def _check_request(
+    vocab_size: int, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, top_p: float
+) -> None:  # fmt: skip
+    """Raise InputError for arguments of `generate` that are not possible."""
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise InputError("prompts must be a list of prompts, each a list of token ids; give [prompt].")
+    if not prompts or not all(prompts):
+        raise InputError("a prompt has no tokens; give at least one token in each prompt, and at least one prompt.")
+    for wrong in (token for prompt in prompts for token in prompt if not 0 <= token < vocab_size):
+        raise InputError(f"the prompts hold the id {wrong}; the model's vocabulary has the ids 0 to {vocab_size - 1}.")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens = {max_new_tokens}; it must be at least 1.")
+    if not (temperature >= 0 and isfinite(temperature)):
+        raise InputError(f"temperature = {temperature}; it must be a finite number of at least 0.")
+    if not 0 < top_p <= 1:
+        raise InputError(f"top_p = {top_p}; it must be above 0 and at most 1.")
 
 
 def sample(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:

@@ -231,6 +231,20 @@ def test_tokens_that_the_model_does_not_know(convert, source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_of_special_tokens_alone(convert, source, tmp_path):
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["added_tokens"] = [
+        {"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False}
+        for token, i in sorted(vocabulary.items(), key=lambda entry: entry[1])
+    ]  # fmt: skip
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--calibration", "self").refused(
+        "has no ordinary token that the model's embedding holds", "--calibration shipped"
+    )
+
+
 def test_texts_begin_with_tokens_that_the_tokenizer_knows(tmp_path):
     """Embeddings often have more rows than there are tokens."""
     folder = tiny.save(tiny.build(vocab_size=1000, bos_token_id=0, eos_token_id=1), tmp_path / "source")

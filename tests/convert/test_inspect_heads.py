@@ -191,7 +191,7 @@ def test_where_no_figure_can_be_written(convert, source, tmp_path, monkeypatch):
     (tmp_path / "link.png").symlink_to(tmp_path / "gone")
     for path, words in (
         (tmp_path / "heads.pdf", "the name must end in .png"),
-        (tmp_path / "folder.png", "the name must end in .png"),
+        (tmp_path / "folder.png", "exists; choose another name, or remove it"),
         (tmp_path / "none/heads.png", "there is no folder"),
         (tmp_path / "photo.png", f"--figure {tmp_path}/photo.png exists; choose another name, or remove it."),
         (tmp_path / "link.png", "exists; choose another name"),

@@ -271,7 +271,12 @@ def test_norms_that_subtract_the_mean_are_refused(convert, tmp_path, family, cha
         "normalises queries or keys afterwards, and subtracts their mean; choose mean, first, random."
     )
     assert not (tmp_path / "out").exists()
-    convert("inspect", source, "--heads").refused("--heads maps heads as --method pca does", "subtracts their mean")
+    convert("inspect", source, "--heads").refused(
+        "--heads maps heads as --method pca does", "subtracts their mean; leave --heads out."
+    )
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
+        "The default merge is not possible", "subtracts their mean. --method mean is the paper's merge"
+    )
 
 
 def test_norms_of_mpt(convert, tmp_path):

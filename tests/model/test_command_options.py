@@ -11,7 +11,7 @@ from model.common.command_options import CountType, SizeType, WholeNumber
 @pytest.mark.parametrize(
     ("text", "size"),
     [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("2GiB", 2 << 30), ("1.5KB", 1500), ("123", 123), ("7B", 7),
-     ("24G", 24_000_000_000)],
+     ("24G", 24_000_000_000), ("2.01GB", 2_010_000_000), ("9007199254740993", 9007199254740993)],
 )  # fmt: skip
 def test_sizes(text, size):
     assert SizeType().convert(text, None, None) == size

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import tiny
@@ -154,10 +155,20 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
     assert generate(ours, prompts, 24, stop_ids=()) == free
 
 
-def test_one_prompt_is_no_list_of_prompts(tmp_path):
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([1, 2, 3], {}, "must be a list of prompts"), ([], {}, "a prompt has no tokens"),
+        ([[1], []], {}, "a prompt has no tokens"), ([[1, 67]], {}, "hold the id 67; the model's vocabulary"),
+        ([[-1]], {}, "hold the id -1"), ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([[1]], {"temperature": -1.0}, "temperature = -1.0"), ([[1]], {"top_p": 5.0}, "top_p = 5.0"),
+        ([[1]], {"temperature": float("nan")}, "temperature = nan"), ([[1]], {"top_p": 0.0}, "top_p = 0.0"),
+    ],
+)  # fmt: skip
+def test_impossible_arguments(tmp_path, prompts, options, words):
     _, ours = pair(tmp_path)
-    with pytest.raises(InputError, match="must be a list of prompts"):
-        generate(ours, [1, 2, 3], 4)
+    with pytest.raises(InputError, match=re.escape(words)):
+        generate(ours, prompts, **{"max_new_tokens": 4, **options})
 
 
 def test_a_prompt_of_another_tokenizer(tmp_path):

@@ -157,12 +157,14 @@ def _sentencepiece_bpe(path: Path, fields: dict[str, Any], vocabulary: list[str]
             "byte_fallback": BYTE in types,
             "ignore_merges": False,
             "vocab": {token: i for i, token in enumerate(vocabulary)},
-            "merges": _merges_from_scores(vocabulary, fields["tokenizer.ggml.scores"], types),
+            "merges": _merges_from_scores(path, vocabulary, fields["tokenizer.ggml.scores"], types),
         },
     }
 
 
-def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[int]) -> list[list[str]]:
+def _merges_from_scores(
+    path: Path, vocabulary: list[str], scores: list[float], types: list[int]
+) -> list[list[str]]:  # fmt: skip
     """Return the merge list that is equivalent to SentencePiece's scores.
 
     SentencePiece joins the adjacent pair whose union has the highest score. So every split of a piece into two pieces
@@ -177,7 +179,7 @@ def _merges_from_scores(vocabulary: list[str], scores: list[float], types: list[
                 ranked.append((-scores[i], i, pieces[left], pieces[right], [left, right]))
         if len(ranked) > MERGES_PER_TOKEN * len(vocabulary):
             raise CheckpointError(
-                f"the tokens of a SentencePiece vocabulary of {len(vocabulary):,} can be cut in more than "
+                f"{path}: the tokens of a SentencePiece vocabulary of {len(vocabulary):,} can be cut in more than "
                 f"{len(ranked):,} ways into other tokens; the file is damaged."
             )
     return [merge for *_, merge in sorted(ranked, key=lambda entry: entry[:4])]
