@@ -20,7 +20,6 @@ from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.files import sync_file, write_file
-from model.common.launcher_variables import world_size
 from model.common.staging import Staging, check_out, check_room
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
@@ -67,8 +66,6 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     stay in the staging folder, where the same command resumes.
     """
     check_out(options.out)
-    if world_size() > 1:
-        raise InputError("`uptrain teach` is for one process; start one for each device, with --shard 1/N to N/N.")
     check_lm_heads([options.model])
     cache = TokenCache.open(options.data)
     if conversion_method(options.model) is not None:

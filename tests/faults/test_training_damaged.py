@@ -151,7 +151,8 @@ def test_a_damaged_checkpoint_takes_no_place(uptrain, runs, tmp_path):
     longer = tmp_path / "longer"
     shutil.copytree(run, longer)
     settings = json.loads((longer / "run.json").read_text())
-    settings["settings"]["save_every"], settings["settings"]["steps"] = 4, 8
+    settings["settings"]["save_every"] = 4
+    settings["settings"]["steps"] = settings["budget"]["steps"] = 8
     (longer / "run.json").write_text(json.dumps(settings))
     uptrain("resume", longer).succeeded()
     assert checkpoints(longer) == ["step-00000004", "step-00000008"]

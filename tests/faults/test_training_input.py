@@ -342,6 +342,37 @@ def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):
     uptrain(*evaluate).refused(words)
 
 
+@pytest.mark.parametrize(("n_renamed", "refused"), [(10, False), (200, True)])
+def test_a_teacher_whose_tokens_have_other_names(uptrain, tmp_path, n_renamed, refused):
+    """A few reserved tokens may be named anew."""
+    model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "model"), 300)
+    teacher = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher"), 300)
+    content = json.loads((teacher / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {
+        f"@{i}@" if 20 <= i < 20 + n_renamed else token: i for token, i in content["model"]["vocab"].items()
+    }
+    content["model"]["merges"] = []
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(SENTENCES * 20))
+    result = uptrain("evaluate", model, "--data", texts, "--teacher", teacher, "--seq-len", 32)
+    if refused:
+        result.refused(f"the teacher {teacher} has other tokens than the student for 200 of ", "such as 20 (", "'@20@'")
+    else:
+        result.succeeded()
+
+
+@pytest.mark.parametrize("command", ["prepare", "export"])
+def test_commands_for_one_process(inputs, tmp_path, uptrain, monkeypatch, command):
+    arguments = {
+        "prepare": ("--data", inputs["data"], "--vocab-size", 300, "--seq-len", 8, "--out", tmp_path / "out"),
+        "export": (tmp_path / "run", tmp_path / "out"),
+    }[command]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    uptrain(command, *arguments).refused(f"`uptrain {command}` is for one process; start it without a launcher.")
+    assert_nothing_made(tmp_path)
+
+
 def test_a_tokenizer_that_cannot_be_compared_is_told(uptrain, inputs, tmp_path):
     student = shutil.copytree(inputs["model"], tmp_path / "student")
     make_tokenizer(student)

@@ -106,6 +106,24 @@ def test_the_third_ends_the_run(inputs, tmp_path, processes):
     assert status(out) == ("finished", 12)
 
 
+@pytest.mark.parametrize(("first", "good", "broken"), [(3, "2", "3, 4, 5"), (1, "", "1, 2, 3")])
+def test_checkpoints_of_weights_that_are_probably_broken(inputs, tmp_path, uptrain, first, good, broken):
+    """They were saved after the last update, before later gradients showed that it had broken the weights."""
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    arguments = real_runs.arguments(inputs, out, "--save-every-steps", 1, "--keep-last", 9)
+    faults = Faults(losses=dict.fromkeys(range(first, first + 3), math.nan))
+    error = error_of(run(*arguments, folder=tmp_path, faults=faults), 1)
+    before = (
+        f"the checkpoint of step {good} is from before. Export it (--step {good})" if good else "there is no checkp"
+    )
+    assert f"are probably broken, and checkpoints hold them (step {broken}): {before}" in error
+    halted = f"{out} was halted after step {first + 3}: 3 of the last 100 gradients were not finite"
+    uptrain("export", out, exported).refused(halted, before)
+    assert not exported.exists()
+    step = good or broken[0]
+    assert f"Warning: {halted}" in uptrain("export", out, exported, "--step", step).succeeded().err
+
+
 @pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj", "embed_tokens"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_no_numbers(inputs, tmp_path, name, value):
@@ -196,10 +214,11 @@ class TestAnUpdateThatBreaksTheWeights:
         assert "step-00000006" in checkpoints(out)
         settings = json.loads((out / "run.json").read_text())
         settings["settings"] |= {"lr": 1e38, "weight_decay": 1e30, "schedule": "constant", "warmup_steps": 0}
+        settings["budget"]["peak_lr"] = 1e38
         (out / "run.json").write_text(json.dumps(settings))
         for _ in range(3):
             error = error_of(run("resume", out, folder=tmp_path), 1)
-            assert "not saved: the checkpoint of step 6 is from before. Export it (--step 6)" in error
+            assert "the checkpoint of step 6 is from before. Export it (--step 6)" in error
             good = tensors(out / "checkpoints/step-00000006")  # of an update later, weights are finite, and useless
             assert max(t.abs().max() for n, t in good.items() if "model." in n) < 10
 

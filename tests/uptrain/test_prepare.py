@@ -497,9 +497,18 @@ def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):
     again = uptrain(*arguments, "--out", tmp_path / "out").succeeded()
     assert "was complete already, with the same data and options" in again.out
     assert tiny.snapshot(tmp_path / "out") == before
-    uptrain(*arguments, "--out", tmp_path / "out", "--tokens", "500").refused("out exists", "other data or options")
+    changed = (
+        "out exists, and is a cache of texts that have changed since, or with another --tokens",
+        "choose another",
+    )
+    for options, words in (
+        (("--tokens", 500), changed), (("--seq-len", 16), ["is a cache of windows of 32 tokens;"]),
+    ):  # fmt: skip
+        uptrain(*arguments, "--out", tmp_path / "out", *options).refused(*words)
+    of_file = ("prepare", "--data", tmp_path / "data/a.jsonl", *arguments[3:], "--out", tmp_path / "out")
+    uptrain(*of_file, "--seq-len", 16).refused("is a cache of windows of 32 tokens and other --data;")
     os.utime(tmp_path / "data/a.jsonl", ns=(1, 1))
-    uptrain(*arguments, "--out", tmp_path / "out").refused("out exists", "other data or options", "choose another")
+    uptrain(*arguments, "--out", tmp_path / "out").refused(*changed)
 
 
 def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):

@@ -179,7 +179,8 @@ def test_a_token_for_padding_that_the_model_has_no_embedding_of(uptrain, tmp_pat
 
 def test_held_out_data_that_are_the_training_data(uptrain, tmp_path, model, texts):
     warned = uptrain(*arguments(model, texts, tmp_path / "run", "--eval-data", texts)).succeeded()
-    assert "Warning: the held-out data are the training data" in warned.err
+    assert f"Warning: {texts} is in both --data and --eval-data" in warned.err
+    assert "the held-out data are the training data" not in warned.err, "warned of once"
     other = tmp_path / "other.jsonl"
     other.write_text("".join(texts.read_text().splitlines(keepends=True)[:9]))
     of_others = uptrain(*arguments(model, texts, tmp_path / "run2", "--eval-data", other)).succeeded().err
@@ -203,6 +204,17 @@ def test_held_out_text_that_is_part_of_the_training_text(uptrain, tmp_path, mode
         caches.append(tmp_path / name)
     warned = uptrain(*arguments(model, caches[0], tmp_path / "run2", "--eval-data", caches[1])).succeeded()
     assert f"Warning: the held-out text {folder}/b.jsonl is part of the training data" in warned.err
+    of_folder = tmp_path / "of_folder"
+    uptrain("prepare", "--data", folder, "--tokenizer", model, "--seq-len", 16, "--out", of_folder).succeeded()
+    for name, data, held_out, text in (
+        ("run3", of_folder, folder / "b.jsonl", f"text {folder}/b.jsonl"), ("run4", of_folder, caches[1], "text "),
+        ("run5", folder, caches[1], "text "), ("run6", folder / "b.jsonl", of_folder, "text, in 1 of its 2 files, "),
+    ):  # fmt: skip
+        warned = uptrain(*arguments(model, data, tmp_path / name, "--eval-data", held_out)).succeeded()
+        assert f"Warning: the held-out {text}" in warned.err, name
+        assert warned.err.count("so held-out losses will not be those of new text.") == 1
+    same = uptrain(*arguments(model, of_folder, tmp_path / "run7", "--eval-data", of_folder)).succeeded()
+    assert "Warning: the held-out data are the training data" in same.err
 
 
 def test_a_run_that_was_moved_with_its_data(uptrain, tmp_path, model, texts):

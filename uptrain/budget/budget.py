@@ -169,7 +169,7 @@ def evaluation_warning(evaluated: int, trained: int) -> str | None:
 
 def few_steps_warning(options: BudgetOptions, budget: Budget) -> str | None:
     """Return a warning if the original's batch leaves few steps."""
-    if options.global_batch_tokens is not None or budget.steps >= FEW_STEPS:
+    if options.global_batch_tokens is not None or options.steps is not None or budget.steps >= FEW_STEPS:
         return None
     return (
         f"the original's batch of {budget.global_batch_tokens:,} tokens leaves {budget.steps} steps; for a short run, "

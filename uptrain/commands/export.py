@@ -10,6 +10,7 @@ from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.file_names import METRICS
 from model.common.staging import check_room
 from uptrain.checkpoints.files import explain_removal
+from uptrain.commands.options import check_one_process
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
 from uptrain.runs.settings import Settings
@@ -39,6 +40,7 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     OUT holds the weights, the config, tokenizer and other files of the model that the run began with, and a model
     card. `uptraining.json` records the training.
     """
+    check_one_process("export")
     from uptrain.runs.make_folder import refuse_existing, refuse_inside
 
     content = Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
@@ -46,9 +48,11 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     refuse_existing(out, "choose another OUT")
     models = [Path(model) for model in (settings.model, settings.teacher) if model]
     refuse_inside(out, *models, run / MODEL, run / CHECKPOINTS, advice="choose another OUT")
-    from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, stored_size
+    from uptrain.export.export import default_dtype, export, exported_size, find_checkpoint, find_halt, stored_size
 
     checkpoint = find_checkpoint(run, step)
+    if halt := find_halt(run):
+        console.warn(f"{run} was halted after step {halt['step']}: {halt['reason']}")
     dtype = dtype or default_dtype(settings, run)
     with explain_removal(checkpoint):
         check_room(out, exported_size(run, checkpoint, dtype))

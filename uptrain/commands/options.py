@@ -10,12 +10,19 @@ import click
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, WholeNumber, add_options
 from model.common.errors import InputError
+from model.common.launcher_variables import world_size
 from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
 if TYPE_CHECKING:
     from uptrain.machine_shards import MachineShard
+
+
+def check_one_process(command: str, advice: str = "start it without a launcher") -> None:
+    """Raise InputError if a launcher has started several processes of a command that is for one."""
+    if world_size() > 1:
+        raise InputError(f"`uptrain {command}` is for one process; {advice}.")
 
 
 def _find_in_cache(path: Path) -> Path | None:

@@ -11,7 +11,7 @@ from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted, parse_count
 from model.common.errors import InputError
-from uptrain.commands.options import ModelFolder, part_is_done, shard_option
+from uptrain.commands.options import ModelFolder, check_one_process, part_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def command(**options: Any) -> None:
     file. A record that has input_ids instead of a text is taken as token ids. If the command is killed, CACHE is not
     written; run the same command again to continue.
     """
+    check_one_process("prepare")
     from uptrain.data.prepare.prepare import prepare
 
     as_json = options.pop("as_json")

@@ -10,7 +10,7 @@ from model.common import console
 from model.common.checks import LARGEST_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted
-from uptrain.commands.options import ModelFolder, part_is_done, shard_option
+from uptrain.commands.options import ModelFolder, check_one_process, part_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def command(
     them without the teacher in memory, in many runs. If the command is killed, LOGITS is not written; run the same
     command again to continue.
     """
+    check_one_process("teach", "start one for each device, with --shard 1/N to N/N")
     with interruptible(CONTINUES):
         from uptrain.teach import TeachOptions, teach
 

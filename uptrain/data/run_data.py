@@ -1,8 +1,9 @@
 """Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from model.common.console import echo, format_bytes, warn
 from model.common.machine import n_cores
@@ -10,7 +11,7 @@ from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import MANIFEST, Manifest, is_prepared
+from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, Manifest, is_prepared
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -80,14 +81,24 @@ def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str | None
 
 
 def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
-    """Return a warning if two caches were made of one source, by the manifests' hashes."""
-    hashes = {source["sha256"] for source in training.sources if source["tokens"]}
-    shared = [source["path"] for source in held_out.sources if source["tokens"] and source["sha256"] in hashes]
-    if not shared:
-        return None
-    return (
-        f"the held-out text {shared[0]} is part of the training data, so held-out losses will not be those of new text."
-    )
+    """Return a warning if two caches were made of the same files, by the manifests' hashes."""
+    trained = {file for source in training.sources if source["tokens"] for file in _file_hashes(source)}
+    for source in held_out.sources:
+        files = _file_hashes(source)
+        shared = sum(file in trained for file in files)
+        if shared and source["tokens"]:
+            text = "text" if shared == len(files) else f"text, in {shared:,} of its {len(files):,} files,"
+            return (
+                f"the held-out {text} {source['path']} is part of the training data, so held-out losses will not be "
+                "those of new text."
+            )
+    return None
+
+
+def _file_hashes(source: Mapping[str, Any]) -> list[str]:
+    """Return the hashes of a source's files; of several files of an earlier version's cache, the one of all."""
+    hashes: list[str] = source.get(FILE_HASHES, [source["sha256"][:HASH_DIGITS]])
+    return hashes
 
 
 def _files_here(data: Sequence[str], option: str) -> list[str]:

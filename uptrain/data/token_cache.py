@@ -34,6 +34,8 @@ SOURCE = {
     "dropped": dict[str, int], "skipped": int,
 }  # fmt: skip
 """Keys of each source in a manifest, and their types."""
+FILE_HASHES, HASH_DIGITS = "file_hashes", 16
+"""Further key of a source: the first digits of the SHA-256 of each file. Earlier versions did not write it."""
 ADVICE = "prepare the cache anew"
 _HASHING_THREADS = 8
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -70,7 +72,7 @@ class Manifest:
     """Fingerprint: see `uptrain.data.prepare.tokenizer.Tokenizer`; empty for data that were tokenised before."""
     shards: tuple[CacheShard, ...]
     sources: tuple[dict[str, Any], ...] = ()
-    """Informative: path, sha256, weight, documents, tokens, and numbers of dropped records by reason."""
+    """Informative: the keys of SOURCE and FILE_HASHES for each source."""
     format: int = FORMAT
 
     @property
@@ -134,6 +136,8 @@ class Manifest:
                     raise InputError(f"shards[{i}] names {checks.short_repr(name)}, which is no file of the folder")
         for i, source in enumerate(self.sources):
             check_types(source, SOURCE, f"sources[{i}]")
+            if FILE_HASHES in source:
+                check_types(source, {FILE_HASHES: tuple[str, ...]}, f"sources[{i}]")
         if not self.n_tokens:
             raise InputError("it has no tokens")
 

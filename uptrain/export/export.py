@@ -29,7 +29,7 @@ from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
-from uptrain.runs.folder import CHECKPOINTS, MODEL, Run, model_folder
+from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, model_folder, read_run_state
 from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT
@@ -73,10 +73,14 @@ def _check_fit(folder: Path, run_folder: Path) -> None:
 def find_checkpoint(run_folder: Path, step: int | None) -> Path:
     """Return the checkpoint of `step`, or the newest, after verifying its files and the frozen tensors in the model's.
 
-    Raises InputError if the folder is no run, the checkpoint is missing or damaged, or the model has changed.
+    Raises InputError if the folder is no run, the checkpoint is missing or damaged, the model has changed, or the run
+    was halted after its newest checkpoint, which then may hold what the halt calls broken, and no step is given.
     """
     run = Run.read(run_folder)
     checkpoints = list_checkpoints(run_folder / CHECKPOINTS)
+    halt = find_halt(run_folder)
+    if halt is not None and step is None and max(checkpoints, default=-1) != halt["step"]:
+        raise InputError(f"{run_folder} was halted after step {halt['step']}: {halt['reason']}")
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
@@ -91,6 +95,15 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
             raise InputError(f"{problem}; choose another checkpoint with --step{advice}.")
     check_same_frozen(run.settings, run.fingerprints)
     return checkpoint
+
+
+def find_halt(run_folder: Path) -> dict[str, Any] | None:
+    """Return the content of run_state.json if the run was halted; None otherwise, or if the file is damaged."""
+    try:
+        state = read_run_state(run_folder / RUN_STATE)
+    except InputError:  # as for a damaged file
+        return None
+    return state if state.get("status") == "halted" else None
 
 
 def default_dtype(settings: Settings, run_folder: Path) -> str:

@@ -23,6 +23,9 @@ from uptrain.models.load import build_meta_from_config, build_meta_from_folder, 
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 
+MAX_RENAMED = 0.1
+"""Largest share of ids with another token in the teacher's tokenizer: a model may name reserved tokens anew."""
+
 
 def check_models(model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str, rank: int) -> None:
     """Raise InputError for a student or teacher that cannot be used with any data in windows of these lengths.
@@ -60,7 +63,7 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
 
 
 def check_teachers_tokenizer(folder: Path, teacher: Path) -> str | None:
-    """Raise InputError if a token has another id in the teacher's tokenizer than in the student's.
+    """Raise InputError if a token has another id in the teacher's tokenizer, or most ids other tokens.
 
     They may split texts differently. Returns a warning if a tokenizer cannot be opened: then nothing is compared, since
     the data may be tokenised already.
@@ -74,6 +77,15 @@ def check_teachers_tokenizer(folder: Path, teacher: Path) -> str | None:
     if others := sorted(token for token in own.keys() & theirs.keys() if own[token] != theirs[token]):
         raise InputError(
             f"the teacher {teacher} has other ids than the student for {len(others):,} tokens, such as {others[0]!r}; "
+            "distillation needs the same tokenizer."
+        )
+    names, others_names = ({i: token for token, i in vocabulary.items()} for vocabulary in (own, theirs))
+    shared = names.keys() & others_names.keys()
+    renamed = sorted(i for i in shared if names[i] != others_names[i])
+    if len(renamed) > MAX_RENAMED * len(shared):
+        raise InputError(
+            f"the teacher {teacher} has other tokens than the student for {len(renamed):,} of {len(shared):,} ids, "
+            f"such as {renamed[0]} ({names[renamed[0]]!r}, and of the teacher {others_names[renamed[0]]!r}); "
             "distillation needs the same tokenizer."
         )
     return None

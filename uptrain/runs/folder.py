@@ -71,9 +71,12 @@ class Run:
         return run
 
     def _check(self) -> None:
-        """Raise InputError for values outside `settings` of a wrong range, or of a wrong type in `parent`."""
+        """Raise InputError for values outside `settings` of a wrong range or type, or that contradict `settings`."""
         for key in ("steps", "global_batch_tokens", "tokens"):
             checks.whole_number(getattr(self.budget, key), f"budget.{key}")
+        for key, planned in (("steps", self.budget.steps), ("lr", self.budget.peak_lr)):
+            if (value := getattr(self.settings, key)) != planned:
+                raise InputError(f"settings.{key} = {value}, but the budget has {planned}; settings cannot be edited")
         if self.budget.original_tokens is not None:
             checks.whole_number(self.budget.original_tokens, "budget.original_tokens")
         if self.parent is not None:

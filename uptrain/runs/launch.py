@@ -221,13 +221,13 @@ def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str
     """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
     cache = TokenCache.open(Path(settings.data))
     warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
-    if settings.eval_data:
+    if settings.eval_data and not warned_of_overlap:
         held_out = TokenCache.open(Path(settings.eval_data)).manifest
         if held_out.sha256 == cache.manifest.sha256:
             warnings.append(
                 "the held-out data are the training data, so held-out losses will not be those of new text."
             )
-        elif not warned_of_overlap:
+        else:
             warnings.append(shared_source_warning(cache.manifest, held_out))
     return [warning for warning in warnings if warning]
 

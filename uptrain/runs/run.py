@@ -110,6 +110,10 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     with lock.held():
         checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
         checkpoint = checkpoints.newest()
+        if checkpoint is not None and checkpoint.state["step"] > settings.steps:
+            raise InputError(
+                f"{checkpoint.folder} is beyond the run's {settings.steps} steps; {RUN_JSON} is that of another run."
+            )
         is_at_end = checkpoint is not None and checkpoint.state["step"] == settings.steps
         if is_at_end and on_main(accelerator, lambda: _is_finished(folder)):
             return FINISHED_BEFORE

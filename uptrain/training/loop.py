@@ -318,9 +318,7 @@ def _halt_on_non_finite(training: Training, progress: TrainingProgress) -> None:
         return
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
     if recent[-HALT_COUNT] == progress.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
-        raise NonFiniteGradientsError(
-            f"{text}; the weights are probably broken, and were not saved: {_last_good(training, progress)}"
-        )
+        raise NonFiniteGradientsError(f"{text}; the weights are probably broken, and {_last_good(training, progress)}")
     _save(training, progress)
     raise NonFiniteGradientsError(
         f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help."
@@ -331,20 +329,21 @@ def _halt_if_weights_are_not_finite(training: Training, progress: TrainingProgre
     """Raise NonFiniteGradientsError if weights are not finite: no later gradient can be finite then."""
     if not has_finite_weights(training.loss_module, training.accelerator):
         raise NonFiniteGradientsError(
-            f"after step {progress.step}, weights are NaN or infinite, and were not saved: "
-            f"{_last_good(training, progress)}"
+            f"after step {progress.step}, weights are NaN or infinite, and {_last_good(training, progress)}"
         )
 
 
 def _last_good(training: Training, progress: TrainingProgress) -> str:
-    """Return advice on the checkpoint to restart from after the last update has broken the weights."""
+    """Return where weights that the last update has broken were saved, and which checkpoint to restart from."""
     last_update = max(set(range(1, progress.step + 1)) - set(progress.skipped), default=0)
-    steps = [step for step in list_checkpoints(training.checkpoints.folder) if step < last_update]
-    if not steps:
-        return "there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."
+    steps = list(list_checkpoints(training.checkpoints.folder))
+    good, broken = [[step for step in steps if (step < last_update) is before] for before in (True, False)]
+    saved = f"checkpoints hold them (step {', '.join(map(str, broken))})" if broken else "were not saved"
+    if not good:
+        return f"{saved}: there is no checkpoint from before. Start a new run with a lower --lr or --weight-decay."
     return (
-        f"the checkpoint of step {steps[-1]} is from before. Export it (--step {steps[-1]}), and start a new run from "
-        "there with a lower --lr or --weight-decay."
+        f"{saved}: the checkpoint of step {good[-1]} is from before. Export it (--step {good[-1]}), and start a new "
+        "run from there with a lower --lr or --weight-decay."
     )
 
 

@@ -83,7 +83,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
         )
     plan = _make_plan(options, sources, tokenizer)
     if options.out.exists():
-        return _summary(options.out, _already_complete(options.out, plan), plan, complete=True)
+        return _summary(options.out, _already_complete(options, plan, tokenizer), plan, complete=True)
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
     cache_format = CacheFormat(
@@ -155,16 +155,37 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
     return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), unit_inputs, inputs)
 
 
+def _difference(made: Manifest, options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> str:
+    """Return words on what a cache was made of, and is not given now."""
+    sources = [(s.text.name, None if s.weight is None else float(s.weight)) for s in plan.sources]
+    recorded = [(source["path"], source["weight"]) for source in made.sources]
+    differences = [
+        words
+        for words, differs in (
+            (f"windows of {made.seq_len:,} tokens", made.seq_len != options.seq_len),
+            ("another tokenizer", made.tokenizer_sha256 != (tokenizer.sha256 if tokenizer else "")),
+            (f"other {options.option}", recorded != sources),
+        )
+        if differs
+    ]
+    return " and ".join(differences) or (
+        "texts that have changed since, or with another --tokens, --text-column or --on-bad-record"
+    )
+
+
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _already_complete(out: Path, plan: _Plan) -> Manifest:
+def _already_complete(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> Manifest:
     """Return the manifest of OUT if it was made by the same plan. Raises InputError if not, or if a file is damaged."""
+    out = options.out
     made_from = (out / INPUTS).read_text(errors="replace").strip() if (out / INPUTS).is_file() else ""
     if made_from != plan.inputs:
-        kind = "a cache of other data or options" if (out / MANIFEST).is_file() else "no token cache"
-        raise InputError(f"{out} exists, and is {kind}; choose another --out, or remove it.")
+        kind = "is no token cache"
+        if (out / MANIFEST).is_file():
+            kind = f"is a cache of {_difference(Manifest.parse(out), options, plan, tokenizer)}"
+        raise InputError(f"{out} exists, and {kind}; choose another --out, or remove it.")
     try:
         return TokenCache.open(out).manifest
     except InputError as error:

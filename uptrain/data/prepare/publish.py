@@ -18,7 +18,7 @@ from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_fingerprint
 from uptrain.data.prepare.workers import Pool, hash_file
-from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, CacheShard, Manifest
 
 INPUTS = "inputs.sha256"
 """File of the cache with a hash of its inputs, by which the same command detects that the cache is complete."""
@@ -125,6 +125,7 @@ def _describe(
         "files": len(paths),
         "bytes": sum(Path(path).stat().st_size for path in paths),
         "sha256": sums[0] if len(sums) == 1 else hashlib.sha256("\n".join(sums).encode()).hexdigest(),
+        FILE_HASHES: [each[:HASH_DIGITS] for each in sums],
         "weight": None if source.weight is None else float(source.weight),
         "documents": sum(shards[unit.number].n_documents for unit in units),
         "tokens": sum(shards[unit.number].n_tokens for unit in units),

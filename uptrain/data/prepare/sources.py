@@ -60,7 +60,7 @@ def _check_named_once(sources: list[Source], option: str) -> None:
             if file in named:
                 raise InputError(
                     f"{option} {named[file]} and {option} {source.text.name} both hold {file}; name each file once. "
-                    "Weights (PATH=WEIGHT) set how often a source is seen."
+                    "Weights (PATH=WEIGHT) set each source's share of the tokens."
                 )
             named[file] = source.text.name
 
