@@ -283,7 +283,8 @@ def _check_layer(layer: int, layout: LayerLayout, parts: Mapping[str, TensorInfo
             _check_tensor(tensor, layout.shapes[part])
         elif part in present:
             raise CheckpointError(
-                f"{tensor.name} belongs to a head that config.json and the other tensors do not have."
+                f"{tensor.name} belongs to a head that config.json and the other tensors do not have; remove the "
+                "tensor, or correct the number of heads."
             )
     for heads in layout.heads:
         if present.intersection(heads.tensors):
@@ -304,7 +305,7 @@ def _check_heads(layer: int, heads: Heads, parts: Mapping[str, TensorInfo]) -> N
 def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise CheckpointError(
-            f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers mean {shape}; "
+            f"{tensor.name} has shape {tensor.shape}, but config.json and the other layers imply {shape}; "
             "they do not match."
         )
     if tensor.dtype not in FLOAT_DTYPES:

@@ -193,7 +193,7 @@ def _check_disk_space(options: TeachOptions, n_windows: int, wanted: LogitsManif
     check_room(
         options.out.resolve(),
         total - staged_bytes(options.out, options.machine_shard),
-        "make room, or begin anew with a lower --top-k, a smaller cache or another --out",
+        "make room, or start again with a lower --top-k, a smaller cache or another --out",
     )
 
 

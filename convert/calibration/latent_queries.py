@@ -72,7 +72,7 @@ def solve_queries(
 
 
 def _relative(heads_SCR: Tensor, distance_SC: Tensor, frequencies_P: Tensor) -> Tensor:
-    """Rotate keys as their distance from the query demands."""
+    """Rotate each key by the angles of its distance from the query."""
     return rotate(heads_SCR, *cos_sin(distance_SC[..., None] * frequencies_P))
 
 

@@ -24,7 +24,8 @@ from model.common.console import Advance
 BATCH_TOKENS = 1024
 """Tokens per step."""
 PEAK_LEARNING_RATE = 0.32
-"""Relative: as a share of the root mean square of each matrix's weights, times the root of the hidden size.
+"""The learning rate of a matrix is this number times the root mean square of its weights, divided by the square root of
+the hidden size.
 
 Adam moves every element of a matrix by about the learning rate. The effect on the matrix's products grows with the root
 of its width.

@@ -1,6 +1,6 @@
 """Merge layers of a class that clips queries, keys and values (`clip_qkv` of OLMo and MPT).
 
-A layer is merged as if its own heads were not clipped, and then scaled so that the clip cuts none of them, or few.
+A layer is merged as if its own heads were not clipped, and then scaled so that none of them is clipped, or few.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def calibrate_merges_within_clip(
 ) -> tuple[str, ...]:
     """Write every merged layer into `folder`, as `calibrate_merges` does.
 
-    Returns a note if the clip cuts merged heads on the text.
+    Returns a note if merged heads are clipped on the text.
     """
     convert = partial(_merge, checkpoint, merges, advance)
     write_layers(checkpoint, merges, folder, advance, convert)
@@ -41,7 +41,7 @@ def calibrate_merges_within_clip(
         return ()
     clip = checks.short_repr(find_clip(checkpoint))
     of_all = f"{n_clipped:,} of {n_values:,} values"
-    return (f"clip_qkv = {clip} cuts {of_all} of the merged layers on the calibration text.",)
+    return (f"clip_qkv = {clip} clips {of_all} of the merged layers on the calibration text.",)
 
 
 def _merge(

@@ -118,10 +118,10 @@ def _print_result(
     if obstacle := _find_obstacle(checkpoint, plan.geometry):
         console.echo(f"It has {obstacle}, so uptrain does not measure or train it.")
         return
-    _print_next_steps(checkpoint, plan, source, written)
+    _print_next_steps(checkpoint, source, written)
 
 
-def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: str) -> None:
+def _print_next_steps(checkpoint: Checkpoint, source: str, written: str) -> None:
     """Print the commands that measure and train the output. `source`, `written`: paths as a shell takes them."""
     is_folder = (checkpoint.path / "config.json").is_file()
     teacher = source if is_folder else "PARENT"

@@ -21,4 +21,4 @@ def command(source: Path, out: Path, **options: Any) -> None:
     from convert.commands.run_conversion import convert_heads
     from convert.planning.resolve_merge import MergeOptions
 
-    convert_heads(source, out, None, MergeOptions(method="mean"), pop_fields(OutputOptions, options))
+    convert_heads(source, out, None, MergeOptions(), pop_fields(OutputOptions, options))

@@ -20,7 +20,7 @@ from convert.estimates.timing import (
     generation_seconds,
     matmul_flops_per_second,
 )
-from convert.latent.frequencies import even_pair_indices, spacings
+from convert.latent.frequencies import SPACING_SHARES, even_pair_indices
 from convert.latent.matrices import LatentMatrices
 from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
 from convert.planning.latent_plan import LatentPlan
@@ -60,7 +60,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
         outputs += text.n_tokens  # to refit again
         outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
     surveyed = min(text.n_tokens, SURVEY_TOKENS)
-    tried = len(spacings(1, 1)) if recipe.frequencies == "stock" else 0
+    tried = len(SPACING_SHARES) if recipe.frequencies == "stock" else 0
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window_tokens * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed

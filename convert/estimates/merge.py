@@ -32,8 +32,8 @@ from model.decoder.devices import computing_on
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
 _LEAST_TOKENS = 16
-_N_ALTERNATIVES = 3
-"""Number of solutions of a method with alternatives."""
+_N_SOLUTIONS = 3
+"""Solutions that calibration compares: the method's own, and its alternatives."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:
     n_refits = (2 if recipe.refine else 1) if recipe.refit else 0
     outputs = float(n_refits * text.n_windows)
     if find_alternatives(recipe.method):
-        outputs += _N_ALTERNATIVES * min(validation, MAX_COMPARISON_TOKENS / text.window_tokens)
+        outputs += _N_SOLUTIONS * min(validation, MAX_COMPARISON_TOKENS / text.window_tokens)
     if recipe.refine:
         outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine / text.window_tokens
     # Decompositions and linear systems: 55 to 98 times the width cubed, for widths of 512 to 2048.

@@ -29,7 +29,7 @@ Matrix = NDArray[Any]
 _NEGLIGIBLE = 1e-12
 """Eigenvalues below this share of the largest count as zero."""
 _ROUND_OFF = 1e-9
-"""What is below this share of the numbers that it is computed from counts as zero. Balancing would scale it up."""
+"""Results below this share of the numbers they are computed from count as zero. Balancing would scale them up."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class InputMoments:
     """Second moments of a layer's attention inputs."""
 
     tokens_XX: Real
-    """Of all tokens, which queries are made of."""
+    """Of all tokens: queries are projections of these."""
     attended_XX: Real
     """Of the tokens that a query attends to, relative to their mean, weighted by attention: a change of logits that is
     equal for all keys changes nothing."""
     mixed_XX: Real
-    """Of the inputs as attention has averaged them, which values are made of."""
+    """Of the inputs as attention has averaged them: values are projections of these."""
 
     @cached_property
     def roots(self) -> tuple[Real, Real]:
@@ -200,7 +200,7 @@ def _latent(
         key_DX, value_DX = rest_KDX[head // heads_per_group], before.v_KDX[head // heads_per_group]
         values_XX = value_DX.T @ (o_MD.T @ o_MD) @ value_DX
         queries_DD = q_DX @ moments.tokens_XX @ q_DX.T / len(q_DX)
-        power = float((values_XX * moments.mixed_XX).sum())  # what an error of the logits spoils
+        power = float((values_XX * moments.mixed_XX).sum())  # the output power that errors of the logits affect
         loss_XX += key_weight * power * key_DX.T @ queries_DD @ key_DX + values_XX
     root_XX, inverse_XX = moments.roots
     power_XX = root_XX @ loss_XX @ root_XX

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_SHARES = (0.5, 0.625, 0.75, 1.0)
+SPACING_SHARES = (0.5, 0.625, 0.75, 1.0)
 """Shares of all pairs, from the fastest on, over which equally spaced channels are tried."""
 _LONGEST_DISTANCE = 1024
 """Tokens within which most attention stays."""
@@ -55,7 +55,7 @@ def spacings(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:
 
     Slow pairs hardly rotate within the attended distance, so the latent can hold them.
     """
-    return tuple(share * n_rotary_pairs / n_channels for share in _SHARES)
+    return tuple(share * n_rotary_pairs / n_channels for share in SPACING_SHARES)
 
 
 def even_pair_indices(n_rotary_pairs: int, n_channels: int) -> tuple[float, ...]:

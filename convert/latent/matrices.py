@@ -34,7 +34,7 @@ class LatentMatrices:
     o_HMD: Real
 
     def balanced(self, keep_output: bool) -> "LatentMatrices":
-        """Return the same function with weights of like size on both sides of every product of two matrices.
+        """Return the same function with weights of similar size on both sides of every product of two matrices.
 
         The numbers between two matrices can be scaled up in one and down in the other. That is done here for the
         latent, for each head's unrotated keys and values, and for the rotated pairs: it brings the root mean squares of

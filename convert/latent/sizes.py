@@ -28,7 +28,7 @@ class LatentSizes:
     """Of the source; values keep it (`v_head_dim`)."""
     hidden_size: int
     kv_lora_rank: int
-    """Dimensions of the latent, which keys without rotation and values are made of."""
+    """Dimensions of the latent, from which unrotated keys and values are computed."""
     qk_rope_head_dim: int
     """Dimensions of the rotated key that all heads share."""
     norm: LatentNormKind

@@ -47,6 +47,6 @@ class ClippedHeads:
         powers = zip(self._clipped_power, self._power, strict=True)
         if any(clipped > _MAX_CLIPPED**2 * power for clipped, power in powers):
             raise CheckpointError(
-                f"layer {index}: clip_qkv = {self.clip:g} cuts {counts} queries, keys and values {where}, which a "
+                f"layer {index}: clip_qkv = {self.clip:g} clips {counts} queries, keys and values {where}, which a "
                 "merge by linear maps cannot follow; use --method mean."
             )

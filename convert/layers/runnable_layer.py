@@ -124,7 +124,7 @@ class RunnableLayer(ABC):
         extremes = [extreme for tensor in tensors for extreme in tensor.aminmax()]  # faster than all, and NaN stays
         if not torch.stack(extremes).isfinite().all():  # one wait for a GPU
             raise CheckpointError(
-                f"layer {self.index} makes NaN or infinite values of a text; the checkpoint is damaged."
+                f"layer {self.index} produces NaN or infinite values on the text; the checkpoint is damaged."
             )
 
 

@@ -89,7 +89,7 @@ class TransformersModelLayers(ModelLayers):
     def load_whole(self) -> Any:
         """Return the model of the class, on the device, in the widest dtype of its matrices. The layers are part of it.
 
-        Raises CheckpointError if a tensor is missing, left over or misshapen.
+        Raises CheckpointError if a tensor is missing, left over or of the wrong shape.
         """
         check_class_settings(self._config, self._geometry.family, lm_head=True)
         lm_head_names = self._lm_head_names()

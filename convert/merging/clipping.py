@@ -1,6 +1,6 @@
-"""Scale merged heads so that the model's clip (`clip_qkv` of OLMo and MPT) cuts as little of them as possible.
+"""Scale merged heads so that the model's clip (`clip_qkv` of OLMo and MPT) clips as little of them as possible.
 
-The class cuts queries, keys and values before rotation. A merge may give shared keys, and the queries of them, other
+The class clips queries, keys and values before rotation. A merge may give shared keys, and the queries of them, other
 scales than the source's. Factors that cancel change nothing else: of a value and of the output projection's columns,
 or of a key and its queries. Both dimensions of a RoPE pair need the same factor. All factors are powers of 2, so that
 they do not round.

@@ -13,6 +13,7 @@ from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, layer_merges, regroup, tensors_of_merges
 from model.checkpoint import Checkpoint
+from model.common import checks
 from model.common.counts import counted
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native
@@ -135,13 +136,16 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
         )
     if geometry.n_kv_heads == geometry.n_heads:
         raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")
-    raise CheckpointError(f"{problem}, and repeat-kv makes no other number of them for {geometry.model_type}.")
+    raise CheckpointError(
+        f"{problem}, and the class of {geometry.model_type} supports one K/V head, or one for each query head; use the "
+        "model as it is."
+    )
 
 
 def _check_pretraining_tp(checkpoint: Checkpoint, geometry: Geometry, n_kv_heads: int) -> None:
     config = checkpoint.config if geometry.text_config is None else checkpoint.config[geometry.text_config]
-    slices = config.get("pretraining_tp") or 1
-    if type(slices) is not int or slices < 1 or n_kv_heads * geometry.head_dim % slices:
+    slices = checks.whole_number(config.get("pretraining_tp") or 1, "config.json has pretraining_tp")
+    if n_kv_heads * geometry.head_dim % slices:
         raise CheckpointError(
             f"config.json has pretraining_tp = {slices!r}, which does not divide {n_kv_heads} x {geometry.head_dim} "
             "rows; set it to 1 (it only changes how products are split)."

@@ -181,7 +181,7 @@ class Staging:
         if begun_with is not None and self.holds_finished_work:
             raise CheckpointError(
                 f"{self.root} holds the finished work of a command with {_difference(begun_with, digests)}; give the "
-                "same to continue it, or remove that folder to begin anew."
+                "same to continue it, or remove that folder to start again."
             )
         self.finished = {}
         for left in (self.folder, self.scratch):

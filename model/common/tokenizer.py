@@ -198,7 +198,7 @@ def check_files(folder: Path) -> None:
 def _check_config(file: Path, config: object) -> None:
     """Raise CheckpointError unless a config is an object, and names no tokenizer's files outside of its folder."""
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not a JSON object; fetch the tokenizer anew.")
+        raise CheckpointError(f"{file} is not a JSON object; fetch the tokenizer again.")
     others = config.get("fast_tokenizer_files") or []
     if not isinstance(others, list) or not all(isinstance(name, str) and is_plain_name(name) for name in others):
         raise CheckpointError(f"{file}: fast_tokenizer_files must list names of files in its folder; remove it.")

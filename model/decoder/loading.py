@@ -44,7 +44,7 @@ def load_model(
     loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Of a model
     with images or sound, only the language model inside is loaded; if it is not native, `dtype` None is the widest of
     its matrices. Raises CheckpointError for a config that is not implemented, and for a missing, unexpected or
-    misshapen tensor, which it names.
+    tensor of the wrong shape, which it names.
     """
     with open_language_model(Path(folder)) as checkpoint:
         if is_native(checkpoint.config):
@@ -173,7 +173,7 @@ def matrix_dtypes(checkpoint: Checkpoint, names: Iterable[str]) -> set[torch.dty
     return {read_tensor(checkpoint, name, None, "cpu").dtype for name in one_of_each.values()}
 
 
-def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: str = "cpu") -> Block:
+def load_block(checkpoint: Checkpoint, config: LlamaConfig, index: int, device: str) -> Block:
     """Load one layer of an open checkpoint, in float32."""
     with torch.device("meta"):
         block = Block(config)
@@ -274,7 +274,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], para
     if tuple(shape) != tuple(parameter.shape):
         raise CheckpointError(
             f"{checkpoint.path}: the tensor {checkpoint.name_in_files(name)} has shape {tuple(shape)}, but config.json "
-            f"means {tuple(parameter.shape)}; they do not match."
+            f"implies {tuple(parameter.shape)}; they do not match."
         )
 
 

@@ -148,8 +148,8 @@ def _check(rope: Rope) -> None:
     least = 4 if rope.kind == "dynamic" else 2
     if rope.head_dim % 2 or rope.head_dim < least:
         raise CheckpointError(
-            f"config.json means heads of {rope.head_dim} dimensions; RoPE of type {rope.kind} rotates pairs, and needs "
-            f"an even number of at least {least}."
+            f"config.json implies heads of {rope.head_dim} dimensions; RoPE of type {rope.kind} rotates pairs, and "
+            f"needs an even number of at least {least}."
         )
     if rope.kind == "longrope":
         short, long = rope.scaling["short_factor"], rope.scaling["long_factor"]

@@ -116,7 +116,7 @@ def load_state(
     """Load tensors, by their names in a checkpoint, into the parameters of an empty model that begin with `prefix`.
 
     Applies the conversions of transformers 5, which joins the experts of a layer, for example. Raises CheckpointError
-    if a tensor is missing, left over or misshapen, under its `name_in_files`. A lack of memory passes.
+    if a tensor is missing, left over or of the wrong shape, under its `name_in_files`. A lack of memory passes.
     """
     with refusing(f"transformers cannot load the weights of {source}", running=True):
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -132,7 +132,7 @@ def load_state(
     missing = [name for name, parameter in model.named_parameters() if name.startswith(prefix) and parameter.is_meta]
     for problem, names in (
         ("holds a tensor unknown to its config.json:", loading.unexpected_keys),
-        ("has another shape than config.json means in", loading.mismatched_keys),
+        ("has another shape than config.json implies in", loading.mismatched_keys),
         ("lacks the tensor", missing),
     ):
         if names:  # those with another shape come with both shapes

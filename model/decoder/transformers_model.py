@@ -218,7 +218,8 @@ def _length_dependent_contexts(config: Any) -> Iterator[int]:
 def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device: str) -> TransformersModel:
     """Open a folder with transformers' auto class. `n_stored`: how many elements its tensors have.
 
-    Raises CheckpointError if transformers cannot build the model, or tensors are missing, left over or misshapen.
+    Raises CheckpointError if transformers cannot build the model, or tensors are missing, left over or of the wrong
+    shape.
     """
     from transformers import AutoModelForCausalLM
 

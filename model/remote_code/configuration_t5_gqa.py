@@ -9,7 +9,7 @@ from transformers import T5Config
 class T5GQAConfig(T5Config):
     """`T5Config` and `num_key_value_heads`: the K/V heads of the decoder's self-attention and of its cross-attention.
 
-    It must divide `num_heads` (absent: it equals it). The encoder has `num_heads` of them, as ever.
+    It must divide `num_heads` (absent: it equals it). The encoder keeps `num_heads` K/V heads.
     """
 
     model_type = "t5_gqa"

@@ -75,7 +75,7 @@ def read(piece: Piece, text_column: str) -> Iterator[Record]:
     with _open(piece.path, fields) as stream:
         n_rows = sum(batch.num_rows for batch in batches(stream))
     with _open(piece.path, fields) as stream:
-        # Arrow itself believes offsets, and would read beyond its memory.
+        # Arrow does not check offsets, and would read beyond its memory.
         checked = (columns.checked(batch) for batch in batches(stream))
         yield from columns.read(piece, names, checked, n_rows)
 

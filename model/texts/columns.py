@@ -35,7 +35,7 @@ def refusing_damage(path: str) -> Iterator[None]:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise InputError(
-            f"{path} is damaged or cut off ({str(error).splitlines()[0]}); fetch the file anew."
+            f"{path} is damaged or cut off ({str(error).splitlines()[0]}); fetch the file again."
         ) from error
 
 

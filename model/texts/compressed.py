@@ -156,7 +156,7 @@ def lines(path: str) -> Iterator[tuple[int, bytes]]:
                     refuse_long_line(path, n_lines)
                 yield raw.tell(), line
         except EOFError as error:
-            raise InputError(f"{path}:{n_lines + 1}: the compressed data is {error}; fetch the file anew.") from error
+            raise InputError(f"{path}:{n_lines + 1}: the compressed data is {error}; fetch the file again.") from error
 
 
 def refuse_long_line(path: str, number: int) -> NoReturn:

@@ -69,14 +69,14 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
     if (folder / "dataset_dict.json").is_file():
         splits = _listed(folder / "dataset_dict.json", "splits")
         if not splits or not all(isinstance(split, str) and is_plain_name(split) for split in splits):
-            raise InputError(f"{folder / 'dataset_dict.json'} is damaged (splits); save the dataset anew.")
+            raise InputError(f"{folder / 'dataset_dict.json'} is damaged (splits); save the dataset again.")
         one = " or ".join(f"{option} {folder / split}" for split in splits)
         raise InputError(f"{option} {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
     if (folder / "state.json").is_file():
         listed = _listed(folder / "state.json", "_data_files")
         names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
         if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
-            raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset anew.")
+            raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset again.")
         files = _check_readable(tuple(str(folder / str(name)) for name in names))
         return TextFiles(str(folder), ARROW, files)
     if is_uptrain_output(folder):
@@ -189,7 +189,7 @@ def _listed(path: Path, key: str) -> list[Any]:
         if not isinstance(entries, list):
             raise TypeError(f"{key} is no list")
     except (ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({error!r}); save the dataset anew.") from error
+        raise InputError(f"{path} is damaged ({error!r}); save the dataset again.") from error
     return entries
 
 

@@ -21,7 +21,7 @@ def read(piece: Piece, text_column: str) -> Iterator[Record]:
         with compressed.open_file(piece.path) as file:
             content = file.read(limit + 1)
     except EOFError as error:
-        raise InputError(f"{piece.path}: the compressed data is {error}; fetch the file anew.") from error
+        raise InputError(f"{piece.path}: the compressed data is {error}; fetch the file again.") from error
     if len(content) > limit:
         raise InputError(
             f"{piece.path} has more than {limit:,} bytes of text, and a .txt file is one document; divide it, or make "

@@ -362,8 +362,8 @@ def test_short_records_without_a_beginning_token(convert, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("model.layers.1.mlp.up_proj.weight", float("nan"), "layer 1 makes NaN or infinite values"),
-        ("model.layers.1.input_layernorm.weight", float("nan"), "layer 1 makes NaN or infinite values"),
+        ("model.layers.1.mlp.up_proj.weight", float("nan"), "layer 1 produces NaN or infinite values"),
+        ("model.layers.1.input_layernorm.weight", float("nan"), "layer 1 produces NaN or infinite values"),
         ("model.layers.0.mlp.down_proj.weight", None, "lacks the tensor model.layers.0.mlp.down_proj.weight"),
     ],
 )

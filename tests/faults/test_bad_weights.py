@@ -76,7 +76,7 @@ def test_unsupported_model_type(refuse_source, source, model_type):
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers = 1000000000", "at most")),
         ({"num_hidden_layers": 10**8}, ("layer 2 is missing",)),
         ({"pretraining_tp": 3}, ("pretraining_tp = 3", "set it to 1")),
-        ({"pretraining_tp": "8"}, ("pretraining_tp = '8'", "set it to 1")),
+        ({"pretraining_tp": "8"}, ("pretraining_tp = '8'; it must be a positive whole number",)),
     ],
 )
 def test_config_and_shapes_disagree(refuse_source, source, changes, words):

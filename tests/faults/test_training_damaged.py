@@ -106,7 +106,7 @@ def test_falls_back_in_all_processes(runs, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_damaged(killed, tmp_path, processes):
-    """Then nothing is changed: starting anew is for people to decide."""
+    """Then nothing is changed: starting again is for people to decide."""
     out = shutil.copytree(killed, tmp_path / "run")
     for name in checkpoints(out):
         DAMAGE["empty"](out / "checkpoints" / name / "state.json")

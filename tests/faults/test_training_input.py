@@ -60,7 +60,7 @@ REFUSED = {
     ),
     "truncated cache": (
         {"data": "truncated"}, (),
-        "{truncated}/tokens-00001.bin has 448 bytes where the manifest says 458; prepare the cache anew.",
+        "{truncated}/tokens-00001.bin has 448 bytes where the manifest says 458; prepare the cache again.",
     ),
     "no cache": ({}, ("--eval-data", "{model}"), None),
     "truncated weights": ({"model": "broken"}, (), None),
@@ -344,7 +344,7 @@ def test_a_teacher_with_another_tokenizer(uptrain, tmp_path):
 
 @pytest.mark.parametrize(("n_renamed", "refused"), [(10, False), (200, True)])
 def test_a_teacher_whose_tokens_have_other_names(uptrain, tmp_path, n_renamed, refused):
-    """A few reserved tokens may be named anew."""
+    """A few reserved tokens may be renamed."""
     model = make_tokenizer(tiny.save(tiny.build(vocab_size=300, num_key_value_heads=2), tmp_path / "model"), 300)
     teacher = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "teacher"), 300)
     content = json.loads((teacher / "tokenizer.json").read_text())

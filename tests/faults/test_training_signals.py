@@ -218,7 +218,7 @@ def test_a_run_by_a_launcher(runs, tmp_path, program):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_between_two_micro_batches(runs, tmp_path, processes):
-    """A launcher does not wait for the end of a long step. The step is made anew."""
+    """A launcher does not wait for the end of a long step. The step is made again."""
     whole, out = tmp_path / "whole", tmp_path / "run"
     options = ("--micro-batch", 1, "--global-batch-tokens", 16 * 32 * processes, "--save-every-steps", 4)
     succeed(real_runs.arguments(runs.inputs, whole, *options, steps=8), tmp_path, processes)

@@ -213,7 +213,7 @@ def test_a_token_cache_s_manifest(tmp_path, change, words):
     with pytest.raises(InputError) as error:
         TokenCache.open(path.parent)
     assert words in str(error.value)
-    assert "prepare the cache anew" in str(error.value)
+    assert "prepare the cache again" in str(error.value)
 
 
 # Checkpoints

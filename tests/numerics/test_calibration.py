@@ -155,7 +155,7 @@ def test_every_value_must_be_finite(value):
     module.check_finite(*tensors)
     for tensor in tensors:
         tensor[1, 2, 0], kept = value, tensor[1, 2, 0].clone()
-        with pytest.raises(CheckpointError, match="layer 7 makes NaN or infinite values"):
+        with pytest.raises(CheckpointError, match="layer 7 produces NaN or infinite values"):
             module.check_finite(*tensors)
         tensor[1, 2, 0] = kept
 

@@ -291,7 +291,7 @@ def test_a_class_that_rotates_otherwise_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("model.layers.1.mlp.up_proj.weight", lambda t: t * float("nan"), "layer 1 makes NaN or infinite values"),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t * float("nan"), "layer 1 produces NaN or infinite values"),
         ("model.layers.1.mlp.up_proj.weight", lambda t: None, "lacks the tensor model.layers.1.mlp.up_proj.weight."),
         ("model.layers.1.mlp.up_proj.weight", lambda t: t[:-1].clone(), "model.layers.1.mlp.up_proj.weight"),
         ("model.layers.1.mlp.left.weight", lambda t: torch.ones(2, 2), "model.layers.1.mlp.left.weight"),
@@ -327,10 +327,10 @@ def test_buffers_of_old_checkpoints_are_ignored(convert, tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("olmo", {"clip_qkv": 0.05}, "layer 0: clip_qkv = 0.05 cuts"),
+        ("olmo", {"clip_qkv": 0.05}, "layer 0: clip_qkv = 0.05 clips"),
         ("gemma", {"is_causal": False}, "has no causal mask"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "has no causal mask"),
-        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "layer 0: clip_qkv = 0.05 cuts"),
+        ("mpt", {"attn_config": {"alibi": True, "clip_qkv": 0.05}}, "layer 0: clip_qkv = 0.05 clips"),
         ("mpt", {"attn_config": {"alibi": False}}, "of model_type 'mpt' without attn_config.alibi = true"),
         ("mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 16}}, "attn_config.alibi_bias_max = 16, which"),
         (

@@ -15,7 +15,7 @@ from scripts.study.results import forward_passes
 
 
 def test_results_are_added_to_those_on_record(tmp_path):
-    """A study that begins anew elsewhere must not wipe out what is on record, nor mix with other parents."""
+    """A study that starts again elsewhere must not wipe out what is on record, nor mix with other parents."""
 
     def write(path, *lines):
         path.write_text("".join(json.dumps(each) + "\n" for each in lines))

@@ -3,7 +3,7 @@
     python drive_training.py '[{"arguments": ["run", …], "stop_in": 7, "gradient": "FILE"}, …]'
 
 `stop_in` is the step during which a stop is asked for, as a signal would. Tests use this to prove that a run stopped
-and resumed is the run uninterrupted; starting processes anew for each of them would take minutes. `gradient` is the
+and resumed is the run uninterrupted; starting processes again for each of them would take minutes. `gradient` is the
 file for the gradient of the last step, before it is clipped. With `"apart": true`, student and teacher share nothing.
 `dtypes` is the file for the dtypes of the states that choose how to attend; with `"wide": true`, those of a frozen
 embedding stay float32.

@@ -105,7 +105,7 @@ def test_a_teacher_with_heads_shares_the_rest(convert, tmp_path, part, epsilon, 
 
 
 def test_sharing_changes_nothing(inputs, tmp_path):
-    """Also after a stop, when student and teacher are loaded anew."""
+    """Also after a stop, when student and teacher are loaded again."""
     more = ("--trainable", "attention", "--eval-data", inputs["held_out"], "--eval-every", 2)
     shared, apart = tmp_path / "shared", tmp_path / "apart"
     jobs = [

@@ -86,7 +86,7 @@ FAST = {("llama", "one process", "fp32"), ("phi", "one process", "bf16")}
     ],
 )
 def test_runs_are_the_same_to_the_last_bit(tmp_path, convert, family, layout, precision):
-    """Also after a stop, when student and teacher are loaded anew."""
+    """Also after a stop, when student and teacher are loaded again."""
     model, parent = make_pair(tmp_path, convert, family)
     inputs = {**make_inputs(tmp_path / "inputs"), "model": model, "parent": parent}
     more = ("--trainable", "attention", "--precision", precision, "--eval-data", inputs["held_out"], "--eval-every", 2)

@@ -236,7 +236,7 @@ def test_refusals_of_teach(uptrain, inputs, tmp_path, monkeypatch):
     make_tokenizer(parent, VOCAB, bos=False)
     uptrain(*teach_arguments({"parent": parent, "data": named}, out)).refused("made with another tokenizer")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
-    words = f"{tmp_path} has 1 kB free, but ", " are needed; make room, or begin anew with a lower --top-k"
+    words = f"{tmp_path} has 1 kB free, but ", " are needed; make room, or start again with a lower --top-k"
     uptrain(*teach_arguments(inputs, out)).refused(*words)
     assert left_behind(tmp_path) == []
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -103,7 +103,7 @@ def test_no_cache(tmp_path):
 )
 def test_damaged_manifest(folder, content):
     (folder / MANIFEST).write_text(content)
-    refused(folder, MANIFEST, "damaged", "prepare the cache anew")
+    refused(folder, MANIFEST, "damaged", "prepare the cache again")
 
 
 def test_manifest_not_utf8(folder):
@@ -164,7 +164,7 @@ def test_altered_to_an_id_that_cannot_be(tmp_path):
     path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])
     cache = TokenCache.open(folder)
     assert cache.window(0)[0].tolist() == [1, 2]
-    with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it anew"):
+    with pytest.raises(InputError, match=r"window 1 holds the id 300, .* all are below 300; .* Prepare it again"):
         cache.window(1)
 
 

@@ -123,7 +123,7 @@ def test_a_skipped_update_is_none(sizes):
 
 
 def test_a_run_is_saved_by_time_too(tmp_path, monkeypatch):
-    """However many steps lie between checkpoints. The clock starts anew with each."""
+    """However many steps lie between checkpoints. The clock starts again with each."""
     saved, now = [], itertools.count(0.0, 500.0)  # read once in a step, and once more where it is saved
     monkeypatch.setattr(loop, "SAVE_SECONDS", 3600.0)
     training = make_training(tmp_path, 20, lambda record: None)

@@ -36,7 +36,7 @@ SOURCE = {
 """Keys of each source in a manifest, and their types."""
 FILE_HASHES, HASH_DIGITS = "file_hashes", 16
 """Further key of a source: the first digits of the SHA-256 of each file. Earlier versions did not write it."""
-ADVICE = "prepare the cache anew"
+ADVICE = "prepare the cache again"
 _HASHING_THREADS = 8
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ class Manifest:
                     "logits as --teacher-logits.)"
                 ) from error
             reason = str(error).rstrip(".")
-            raise InputError(f"{path} is damaged: {reason}; prepare the cache anew.") from error
+            raise InputError(f"{path} is damaged: {reason}; prepare the cache again.") from error
         return manifest
 
     def _check(self) -> None:
@@ -195,7 +195,7 @@ class TokenCache:
             for path, expected, found in zip(paths, sums, pool.map(file_sha256, paths), strict=True):
                 if found != expected:
                     pool.shutdown(cancel_futures=True)
-                    raise InputError(f"{path} has changed since the cache was made (SHA-256); prepare the cache anew.")
+                    raise InputError(f"{path} has changed since the cache was made (SHA-256); prepare the cache again.")
                 advance(path.stat().st_size)
 
     def window(self, index: int) -> tuple[Integers, Integers]:
@@ -217,7 +217,7 @@ class TokenCache:
         if ids.max() >= self.manifest.vocab_size:
             raise InputError(
                 f"{self.folder}: window {index} holds the id {ids.max()}, where the manifest says that all are below "
-                f"{self.manifest.vocab_size}; the cache was changed after it was made. Prepare it anew."
+                f"{self.manifest.vocab_size}; the cache was changed after it was made. Prepare it again."
             )
         return ids, documents.cumsum()
 
@@ -246,4 +246,4 @@ def _check_starts(starts: Integers, n_tokens: int, path: Path) -> None:
     """Raise InputError unless a shard's documents begin at its first token, in order, and before its end."""
     begins_at_0 = not n_tokens or (len(starts) > 0 and starts[0] == 0)
     if not begins_at_0 or (starts[1:] <= starts[:-1]).any() or (starts[-1:] >= n_tokens).any():
-        raise InputError(f"{path} does not hold the beginnings of documents in order; prepare the cache anew.")
+        raise InputError(f"{path} does not hold the beginnings of documents in order; prepare the cache again.")

@@ -24,7 +24,7 @@ from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 
 MAX_RENAMED = 0.1
-"""Largest share of ids with another token in the teacher's tokenizer: a model may name reserved tokens anew."""
+"""Largest share of ids with another token in the teacher's tokenizer: a model may rename reserved tokens."""
 
 
 def check_models(model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str, rank: int) -> None:

@@ -84,5 +84,5 @@ def _check_same_files(other: Staging, units: list[Unit]) -> None:
         raise InputError(
             f"{len(differing):,} finished units in {other.root} are of other files than now: path, size or "
             f"modification time differ, as of {differing[0].pieces[0].path}. Give the files that it read, under the "
-            "same paths, or remove it to tokenise these units anew."
+            "same paths, or remove it to tokenise these units again."
         )

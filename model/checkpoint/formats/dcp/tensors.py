@@ -100,7 +100,7 @@ def renamed(
             expected = model.fused_shape(expected[1:])
         if entry.shape != expected:
             raise CheckpointError(
-                f"{path} holds {name} of shape {entry.shape}, where config.json means {expected}; they do not match."
+                f"{path} holds {name} of shape {entry.shape}, where config.json implies {expected}; they do not match."
             )
         heads: list[tuple[int, ...] | None] = model.split() if is_fused else [None]
         for new, selection in zip(hf_names, heads, strict=True):
@@ -137,8 +137,8 @@ def _model(path: Path, framework: FrameworkNames, config: Mapping[str, Any]) -> 
     head_dim = hidden_size // n_heads if config.get("head_dim") is None else config_size(config, "head_dim")
     if head_dim % 2 or n_heads % n_kv_heads or n_layers > 100_000:
         raise CheckpointError(
-            f"{path}: config.json means {n_layers} layers of {n_heads} query and {n_kv_heads} K/V heads of {head_dim}; "
-            "correct it."
+            f"{path}: config.json implies {n_layers} layers of {n_heads} query and {n_kv_heads} K/V heads of "
+            f"{head_dim}; correct it."
         )
     n_q, n_kv = n_heads * head_dim, n_kv_heads * head_dim
     norms = layer_norms(model_type, hidden_size, n_q, n_kv)
