@@ -212,13 +212,13 @@ FUSED = "model.layers.1.self_attn.qkv_proj.weight"
             "olmo2",
             {},
             lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(4)}),
-            ("k_norm.weight has shape (4,)", "mean (32,)"),
+            ("k_norm.weight has shape (4,)", "imply (32,)"),
         ),
         (
             "cohere",
             {"use_qk_norm": True},
             lambda t: t.update({"model.layers.0.self_attn.k_norm.weight": torch.ones(32)}),
-            ("k_norm.weight has shape (32,)", "mean (8, 4)"),
+            ("k_norm.weight has shape (32,)", "imply (8, 4)"),
         ),
         (
             "stablelm",

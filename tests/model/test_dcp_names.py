@@ -228,8 +228,8 @@ LAYER = "layers.1.attention"
         (lambda t: t.pop(f"{LAYER}.wk.weight"), ("lacks the tensor for model.layers.1.self_attn.k_proj.weight",)),
         (lambda t: t.pop("output.weight"), ("lacks the tensor for lm_head.weight",)),
         (lambda t: t.pop("norm.weight"), ("lacks the tensor for model.norm.weight",)),
-        (lambda t: t.update({f"{LAYER}.wv.weight": torch.ones(32, 31)}), (LAYER, "(32, 31)", "means (32, 32)")),
-        (lambda t: t.update({"tok_embeddings.weight": torch.ones(66, 32)}), ("(66, 32)", "means (67, 32)")),
+        (lambda t: t.update({f"{LAYER}.wv.weight": torch.ones(32, 31)}), (LAYER, "(32, 31)", "implies (32, 32)")),
+        (lambda t: t.update({"tok_embeddings.weight": torch.ones(66, 32)}), ("(66, 32)", "implies (67, 32)")),
         (lambda t: t.update({f"{LAYER}.wq.bias": torch.ones(32)}), (f"{LAYER}.wq.bias", "does not have", "refused")),
         (lambda t: t.update({f"{LAYER}.q_norm.weight": torch.ones(4)}), (f"{LAYER}.q_norm.weight", "refused")),
         (lambda t: t.update({"layers.2.ffn_norm.weight": torch.ones(32)}), ("layers.2.ffn_norm.weight", "refused")),
@@ -244,7 +244,7 @@ LAYER = "layers.1.attention"
         ),
         (
             lambda t: t.update({f"{LAYER}.qkv_linear.wqkv.weight": torch.ones(95, 32)}),
-            ("qkv_linear.wqkv.weight", "(95, 32)", "means (96, 32)"),
+            ("qkv_linear.wqkv.weight", "(95, 32)", "implies (96, 32)"),
         ),
         (lambda t: t.pop("tok_embeddings.weight"), ("found 0", "torchtitan", "OLMo-core")),
         (lambda t: t.update({"model.embed_tokens.weight": torch.ones(67, 32)}), ("found 2",)),
@@ -269,7 +269,7 @@ def test_tensors_that_are_not_the_model_s(convert, tmp_path, change, words):
         ({"num_hidden_layers": 3}, ("lacks the tensor for model.layers.2",)),
         ({"num_hidden_layers": 1}, ("layers.1.", "refused")),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers = 1000000000", "at most")),
-        ({"num_key_value_heads": 4}, ("attention.wk.weight", "means (16, 32)")),
+        ({"num_key_value_heads": 4}, ("attention.wk.weight", "implies (16, 32)")),
         ({"intermediate_size": None}, ("intermediate_size = None", "positive whole number")),
         ({"head_dim": 5}, ("K/V heads of 5",)),
         ({"num_key_value_heads": 3}, ("8 query and 3 K/V heads",)),
@@ -287,7 +287,7 @@ def test_olmo_core_s_norms_of_each_head_are_no_olmo_2_s(convert, tmp_path):
     tensors = frameworks.olmo_tensors(model)
     tensors["blocks.0.attention.k_norm.weight"] = torch.ones(4)
     path = frameworks.save_olmo(tmp_path / "step7", tensors, frameworks.olmo_run(model))
-    convert("inspect", path).refused("blocks.0.attention.k_norm.weight", "(4,)", "means (32,)")
+    convert("inspect", path).refused("blocks.0.attention.k_norm.weight", "(4,)", "implies (32,)")
 
 
 def test_checkpoint_of_a_run_that_trains_some_tensors(convert, tmp_path):
