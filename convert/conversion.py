@@ -19,13 +19,13 @@ from convert.planning.plan import Plan, inputs_of
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import INDEX, OWN_FILES
 from model.checkpoint.hub import origin_of
-from model.checkpoint.safetensors_writer import index_text
+from model.checkpoint.safetensors_writer import index_bytes
 from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.common.files import copy_file, sync_tree, tree_bytes
 from model.common.staging import Staging, check_room
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 PAIR_INDICES = "pair indices of the rotated key"
 """The journal's name for the pair indices of the rotated key's channels."""
@@ -162,13 +162,13 @@ def _write_side_files(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> d
     """Write every file except the weights; return the content of `groupwise.json`."""
     folder = staging.folder
     record = build_record(checkpoint, plan, staging)
-    index, text = index_text(plan.shards, plan.tensors), plan.recipe.text
+    index, text = index_bytes(plan.shards, plan.tensors), plan.recipe.text
     files: dict[str, Path | bytes] = {
         **copied_files(checkpoint, plan),
         "config.json": plan.config_json,
         **({} if index is None else {INDEX: index}),
         **({} if text is None else {CALIBRATION_TOKENS: stored_tokens(text)}),
-        CONVERSION_RECORD: json_text(record),
+        CONVERSION_RECORD: json_bytes(record),
         MODEL_CARD: model_card(checkpoint, plan, origin_of(checkpoint.path)),
     }
     for name, content in files.items():

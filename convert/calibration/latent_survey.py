@@ -15,7 +15,7 @@ from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import original_output, squared_error
-from convert.calibration_text.read import LEAST_WINDOWS
+from convert.calibration_text.read import MIN_WINDOWS
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_pair_indices
@@ -33,7 +33,7 @@ SURVEY_TOKENS = 8192
 def survey_text(text: CalibrationText) -> CalibrationText:
     """Return the first windows of a text."""
     assert text.ids_NT is not None
-    n = min(text.n_windows, max(LEAST_WINDOWS, SURVEY_TOKENS // text.window_tokens))
+    n = min(text.n_windows, max(MIN_WINDOWS, SURVEY_TOKENS // text.window_tokens))
     return replace(text, n_windows=n, ids_NT=text.ids_NT[:n])
 
 

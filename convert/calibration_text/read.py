@@ -28,9 +28,9 @@ from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.record import OR_NAME_IT
 from model.texts.sources import TextFiles, find_files
 
-LONGEST_WINDOW = 1024
+MAX_WINDOW_TOKENS = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
-LEAST_WINDOWS = 4
+MIN_WINDOWS = 4
 """Minimum number of windows: every fourth is for validation."""
 _PIECE_CHARACTERS = 1 << 16
 """Characters of a document that are tokenised at a time."""
@@ -54,7 +54,7 @@ def read_stored(folder: Path, recorded: dict[str, Any]) -> CalibrationText:
     text = CalibrationText(recorded["text"], *shape, None)
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CALIBRATION_TOKENS}, which keeps the tokens it was calibrated on")
-    if text.n_windows < LEAST_WINDOWS or not 1 <= text.window_tokens <= LONGEST_WINDOW or text.n_tokens > MAX_TOKENS:
+    if text.n_windows < MIN_WINDOWS or not 1 <= text.window_tokens <= MAX_WINDOW_TOKENS or text.n_tokens > MAX_TOKENS:
         raise CheckpointError(f"{folder} records a calibration of {shape[0]} windows of {shape[1]} tokens")
     content = read_bytes_up_to(path, 4 * MAX_TOKENS)
     decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES)
@@ -79,7 +79,7 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     Raises UnsupportedMethodError if no tokenizer of the checkpoint can be opened and the text is not of token ids,
     CheckpointError if the text is too short.
     """
-    window = min(read_context(checkpoint.config) or LONGEST_WINDOW, LONGEST_WINDOW)
+    window = min(read_context(checkpoint.config) or MAX_WINDOW_TOKENS, MAX_WINDOW_TOKENS)
     _check_n_tokens(n_tokens, window)
     n_windows, parts = n_tokens // window, _parts(name)
     # Every fourth window is for validation (`layer_stream`), so the order's period must not divide four.
@@ -105,8 +105,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
 
 def _check_n_tokens(n_tokens: int, window: int) -> None:
     """Raise CheckpointError if the tokens are too few for windows of `window` tokens, or too many."""
-    if n_tokens // window < LEAST_WINDOWS:
-        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {LEAST_WINDOWS * window}.")
+    if n_tokens // window < MIN_WINDOWS:
+        raise CheckpointError(f"--calibration-tokens {n_tokens} is too few; give at least {MIN_WINDOWS * window}.")
     if n_tokens > MAX_TOKENS:
         raise CheckpointError(f"--calibration-tokens {n_tokens} is too many; give at most {MAX_TOKENS}.")
 

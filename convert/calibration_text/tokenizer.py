@@ -10,7 +10,7 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.files import copy_file, write_file
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, read_content
+from model.common.read_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_content
 from model.common.tokenizer import (
     TOKENIZER_FILE_PREFIXES,
     TOKENIZER_JSON,
@@ -41,7 +41,7 @@ def open_fast_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     if content is None:
         tokenizer = _without_tokenizer_json(checkpoint)
     else:
-        text = read_content(content, TOKENIZER_BYTES)
+        text = read_content(content, MAX_TOKENIZER_BYTES)
         with refusing_tokenizer_errors(f"{checkpoint.path}/{TOKENIZER_JSON} is damaged", CheckpointError):
             tokenizer = Tokenizer.from_str(text.decode())
         put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
@@ -54,7 +54,7 @@ def _tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return tokenizer_config.json; an empty object if there is none."""
     content = checkpoint.side_files.get("tokenizer_config.json", b"{}")
     try:
-        return parse_object(read_content(content, CONFIG_BYTES))
+        return parse_object(read_content(content, MAX_CONFIG_BYTES))
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}/tokenizer_config.json: {error}") from error
 
@@ -107,7 +107,7 @@ def open_hf_tokenizer(checkpoint: Checkpoint) -> Any:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if TOKENIZER_JSON not in checkpoint.side_files:
-            write_file(folder / "config.json", checkpoint.config_text)
+            write_file(folder / "config.json", checkpoint.config_bytes)
         for file, content in checkpoint.side_files.items():
             if file in VOCABULARIES or file.startswith(TOKENIZER_FILE_PREFIXES):
                 copy_file(content, folder / file)

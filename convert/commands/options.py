@@ -10,7 +10,7 @@ import click
 from convert.calibration_text.choices import DEFAULT_TOKENS, MAX_TOKENS
 from convert.latent import DEFAULT_CACHED, FREQUENCIES, LATENT_DTYPES, LATENT_METHODS, LATENT_NORMS
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.command_options import (
     Command,
     CountType,
@@ -89,7 +89,7 @@ def merge_options(command: Command) -> Command:
                      "paper's mean.  [default: shipped]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=WholeNumber(0, LARGEST_COUNT), default=0, show_default=True, metavar="N",
+        click.option("--seed", type=WholeNumber(0, MAX_COUNT), default=0, show_default=True, metavar="N",
                      help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip
 
@@ -130,6 +130,6 @@ def latent_options(command: Command) -> Command:
                      "[default: shipped; none where the sizes lose nothing]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=WholeNumber(0, LARGEST_COUNT), default=0, show_default=True, metavar="N",
+        click.option("--seed", type=WholeNumber(0, MAX_COUNT), default=0, show_default=True, metavar="N",
                      help="Seed of --calibration self, and of the order of the text in --refine."),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from model.decoder.devices import computing_on
 
 _MEASURED_OPERATIONS = 5e10
 """Maximum FLOPs of a measurement, of the layer's run and of its key moments: a quarter of a second at 200 GFLOP/s."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 _N_SOLUTIONS = 3
 """Solutions that calibration compares: the method's own, and its alternatives."""
 
@@ -83,7 +83,7 @@ def _measure(checkpoint: Checkpoint, plan: MergePlan) -> _Measured:
     """Run the first layer on random states, of a window or, for a large layer, of its beginning."""
     text, geometry = plan.recipe.text, plan.geometry
     assert text is not None
-    length = min(text.window_tokens, max(_LEAST_TOKENS, int(_MEASURED_OPERATIONS / (2 * mean_layer_parameters(plan)))))
+    length = min(text.window_tokens, max(_MIN_TOKENS, int(_MEASURED_OPERATIONS / (2 * mean_layer_parameters(plan)))))
     layers = open_layers(checkpoint, length, plan.recipe.device)
     started = time.perf_counter()
     runnable = layers.load(0)

@@ -22,7 +22,7 @@ from model.common.plot_style import INK, PLOT_STYLE
 EMPTY = "#ececef"
 LOST, ALIKE = "cividis_r", "viridis_r"
 _ROW_INCHES, _COLUMN_INCHES = 0.27, 0.62
-_MOST_NUMBERS = 12
+_MAX_ANNOTATED_HEADS = 12
 """Number of heads up to which the cells of a cosine matrix show numbers."""
 _STYLE = PLOT_STYLE | {"axes.grid": False, "xtick.major.size": 0, "ytick.major.size": 0}
 
@@ -85,7 +85,7 @@ def _heat_map(axes: Axes, numbers: Real, colours: str, percent: bool) -> AxesIma
     image = axes.imshow(numbers, cmap=colour_map, vmin=0, vmax=1, interpolation="nearest")
     axes.spines[:].set_visible(False)
     axes.set_facecolor(EMPTY)
-    if percent or len(numbers) <= _MOST_NUMBERS:
+    if percent or len(numbers) <= _MAX_ANNOTATED_HEADS:
         for (row, column), number in np.ndenumerate(numbers):
             if np.isnan(number):
                 continue

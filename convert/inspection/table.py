@@ -11,7 +11,7 @@ from model.common.console import console, format_bytes, print_key_values, table_
 from model.common.counts import counted
 from model.common.printable import one_line
 
-_MOST_SHOWN = 4
+_MAX_ROWS = 4
 
 
 def print_inspection(summary: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def shown_groups(n_kv_heads: int, groups: tuple[int, ...]) -> list[int]:
     """Return the numbers of groups to show: successive halves of the K/V heads and 1 first, then others, up to four."""
     preferred = [n for n in groups if n * 2 == n_kv_heads or n * 4 == n_kv_heads or n * 8 == n_kv_heads or n == 1]
     remaining = [n for n in groups if n not in preferred]
-    return sorted([*preferred, *remaining][:_MOST_SHOWN], reverse=True)
+    return sorted([*preferred, *remaining][:_MAX_ROWS], reverse=True)
 
 
 def _cosines(layers: Sequence[LayerHeads]) -> list[str]:

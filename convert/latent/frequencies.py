@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 SPACING_SHARES = (0.5, 0.625, 0.75, 1.0)
 """Shares of all pairs, from the fastest on, over which equally spaced channels are tried."""
-_LONGEST_DISTANCE = 1024
+_MAX_DISTANCE = 1024
 """Tokens within which most attention stays."""
 
 
@@ -128,7 +128,7 @@ def coherence(frequencies: tuple[float, ...], context: int) -> NDArray[np.comple
     An unrotated key stands for a rotated one best if it is multiplied by this. It is near 1 for pairs that hardly
     rotate within the attended distance, and near 0 for the others.
     """
-    distances = np.arange(min(context, _LONGEST_DISTANCE))
+    distances = np.arange(min(context, _MAX_DISTANCE))
     weights = 1 / (distances + 1)
     phases = np.exp(-1j * np.outer(frequencies, distances))
     return np.asarray(phases @ weights / weights.sum())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convert.calibration_text.read import LONGEST_WINDOW
+from convert.calibration_text.read import MAX_WINDOW_TOKENS
 from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.observed_layer import StopForwardError, embedding_rows, refusing_to_run
 from convert.layers.runnable_layer import ModelLayers
@@ -149,7 +149,7 @@ def _for_short_texts(config: Mapping[str, Any], family: Family) -> Mapping[str, 
     longest = None if key is None else config.get(key)
     if key is None or not isinstance(longest, int):
         return config
-    return {**config, key: min(longest, LONGEST_WINDOW)}
+    return {**config, key: min(longest, MAX_WINDOW_TOKENS)}
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

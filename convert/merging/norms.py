@@ -16,7 +16,7 @@ from convert.layer_tensors.head_matrices import HeadMatrices, NormWeights, Real
 from convert.merging.moments import Maps, Moments
 from model.families.family import HeadNorms
 
-SMALLEST_WEIGHT = 0.01
+MIN_WEIGHT = 0.01
 """Minimum weight of a merged layer's norms, as a share of their root mean square: rows are divided by it."""
 
 
@@ -81,7 +81,7 @@ def _merge_weights(weights_KD: Real, before_KD: Real, after_GD: Real) -> Real:
     weights_GD = weights_KD
     if len(weights_KD) > 1:  # each group's root mean square
         weights_GD = np.sqrt(np.square(weights_KD).reshape(len(after_GD), -1, weights_KD.shape[1]).mean(axis=1))
-    smallest = SMALLEST_WEIGHT * np.sqrt(np.square(weights_GD).mean())
+    smallest = MIN_WEIGHT * np.sqrt(np.square(weights_GD).mean())
     weights_GD = np.maximum(np.abs(weights_GD), smallest or 1.0)
     # Normalised heads have a mean square of about 1, and less where the epsilon counts. That holds before and after.
     old = (before_KD / np.where(weights_KD == 0, 1, np.square(weights_KD))).mean()

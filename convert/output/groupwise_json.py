@@ -16,9 +16,9 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CONVERSION_RECORD
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.common.staging import Staging
-from model.common.typed_json import check_types, json_text, parse_object
+from model.common.typed_json import check_types, json_bytes, parse_object
 
 SCHEMA = 1
 
@@ -105,11 +105,11 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no {CONVERSION_RECORD}, so it was not made by convert and cannot be verified."
         )
-    text = read_bytes_up_to(path, CONFIG_BYTES)
+    text = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         content = parse_object(text)
         _check(content)
-        json_text(content)  # raises for halves of a surrogate pair, which no file can hold
+        json_bytes(content)  # raises for halves of a surrogate pair, which no file can hold
     except (InputError, UnicodeEncodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     if content["schema"] != SCHEMA:

@@ -16,7 +16,7 @@ from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown
-from model.common.read_files import CONFIG_BYTES, read_content
+from model.common.read_files import MAX_CONFIG_BYTES, read_content
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 
@@ -36,7 +36,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
 
     If the source was trained by Groupwise and heads change, its card no longer refers to a file beside it.
     """
-    source = read_content(checkpoint.side_files.get(MODEL_CARD, b""), CONFIG_BYTES)
+    source = read_content(checkpoint.side_files.get(MODEL_CARD, b""), MAX_CONFIG_BYTES)
     if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)

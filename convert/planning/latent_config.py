@@ -9,8 +9,8 @@ from model.checkpoint.latent_norm import LATENT_NORM_EPSILON, LATENT_NORM_KEY
 from model.checkpoint.llama_config import rope_entries
 from model.checkpoint.tensor import TORCH_DTYPES
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import CONFIG_BYTES, read_content
-from model.common.typed_json import json_text, parse_object
+from model.common.read_files import MAX_CONFIG_BYTES, read_content
+from model.common.typed_json import json_bytes, parse_object
 from model.decoder.config import LlamaConfig
 from model.families import Family
 from model.geometry import Geometry
@@ -27,7 +27,7 @@ def latent_config(
 
     `rope`: `rope_parameters`; None before the frequencies are chosen. `dtype`: that of the layers' tensors.
     """
-    return json_text(
+    return json_bytes(
         _model_settings(geometry, source, sizes)
         | {LATENT_NORM_KEY: {"kind": sizes.norm, "weight": rounded_weight(sizes)}}
         | ({"rope_parameters": None} if rope is None else _rope_settings(rope))
@@ -106,11 +106,11 @@ def tokenizer_config(checkpoint: Checkpoint, family: Family) -> dict[str, bytes]
     taken_as_it_is = {"tokenizer.json", "tokenizer.model"} & checkpoint.side_files.keys()
     if not family.ignores_tokenizer_class or content is None or not taken_as_it_is:
         return {}
-    text = read_content(content, CONFIG_BYTES)
+    text = read_content(content, MAX_CONFIG_BYTES)
     try:
         config = parse_object(text)
         if config.get("tokenizer_class") is None:
             return {}
-        return {TOKENIZER_CONFIG: json_text(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
+        return {TOKENIZER_CONFIG: json_bytes(config | {"tokenizer_class": "PreTrainedTokenizerFast"})}
     except (InputError, UnicodeEncodeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint.path}/{TOKENIZER_CONFIG} is damaged: {error}.") from error

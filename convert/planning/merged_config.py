@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 from model.families import Family
 from model.families.family import set_key
 from model.geometry import Geometry
@@ -20,7 +20,7 @@ def merged_config(
     class cannot hold the heads, name the code that can.
     """
     family, text_config = geometry.family, geometry.text_config
-    config = json.loads(checkpoint.config_text)
+    config = json.loads(checkpoint.config_bytes)
     inner = config if text_config is None else config[text_config]
     if regrouped or family.stock_class_supports_gqa:
         set_key(inner, family.keys.n_kv_heads, n_kv_heads)
@@ -30,7 +30,7 @@ def merged_config(
         config |= code.settings
     if regrouped:
         _add_old_spelling(inner, family)
-    return checkpoint.config_text if config == json.loads(checkpoint.config_text) else json_text(config)
+    return checkpoint.config_bytes if config == json.loads(checkpoint.config_bytes) else json_bytes(config)
 
 
 def _add_old_spelling(config: dict[str, Any], family: Family) -> None:

@@ -201,7 +201,7 @@ def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:
     return {
         "version of Groupwise": version("groupwise"),
         "SOURCE": [
-            checkpoint.config_text.decode(errors="replace"),
+            checkpoint.config_bytes.decode(errors="replace"),
             [[path.name, *checkpoint.version(path)] for path in checkpoint.weight_files],
             [[shard.name, shard.tensors, dict(shard.metadata)] for shard in checkpoint.shards],
             [[tensor.name, tensor.dtype, tensor.shape] for tensor in checkpoint.tensors.values()],

@@ -6,7 +6,7 @@ from typing import Any
 
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.families import Family
 from model.families.family import CustomCode
 
@@ -66,5 +66,5 @@ def _check_own_code(checkpoint: Checkpoint, key: str) -> None:
     if elsewhere:
         raise CheckpointError(f"{reason}'s own code is elsewhere ({elsewhere[0]}); put those files into its folder.")
     files = {n: c for n, c in checkpoint.side_files.items() if n.endswith(".py") and isinstance(c, Path)}
-    if not any(key.encode() in read_bytes_up_to(file, CONFIG_BYTES) for file in files.values()):
+    if not any(key.encode() in read_bytes_up_to(file, MAX_CONFIG_BYTES) for file in files.values()):
         raise CheckpointError(f"{reason}'s own code ({', '.join(files) or 'no file'}) does not know {key} either.")

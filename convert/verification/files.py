@@ -10,7 +10,7 @@ from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
 from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
-from model.checkpoint.safetensors_writer import index_text
+from model.checkpoint.safetensors_writer import index_bytes
 from model.common.checks import is_finite, short_repr
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
 from model.common.files import has_content
@@ -133,7 +133,7 @@ def _compare_side_files(comparison: Comparison) -> None:
 
 def _compare_index(comparison: Comparison) -> None:
     out, differences = comparison.out, comparison.findings.differences
-    expected, path = index_text(out.shards, out.tensors), out.path / INDEX
+    expected, path = index_bytes(out.shards, out.tensors), out.path / INDEX
     if expected is None:
         if path.exists():
             differences.append(f"{INDEX} exists beside a single model.safetensors")

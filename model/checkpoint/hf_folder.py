@@ -15,7 +15,7 @@ from model.common.errors import CheckpointError
 from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
 from model.common.read_files import (
     BOM,
-    CONFIG_BYTES,
+    MAX_CONFIG_BYTES,
     MAX_LEVELS,
     check_regular,
     is_lfs_pointer,
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
             raise CheckpointError(f"{folder} is a file, not a checkpoint folder.")
         refuse_adapter(folder)
         raise CheckpointError(f"{folder} has no config.json; a checkpoint folder needs one.{_look_elsewhere(folder)}")
-    text = read_bytes_up_to(path, CONFIG_BYTES)
+    text = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         config = parse_json(text)
         json.dumps(config, ensure_ascii=False).encode()  # raises for halves of a surrogate pair

@@ -42,7 +42,7 @@ class Checkpoint(ABC):
     tensors: dict[str, TensorInfo]
     shards: tuple[Shard, ...]
     config: dict[str, Any]
-    config_text: bytes
+    config_bytes: bytes
     """The bytes of `config.json` in the source, or a config built from the format's own metadata."""
     weight_files: tuple[Path, ...]
     """The files that hold the tensors and their metadata."""

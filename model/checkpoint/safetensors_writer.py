@@ -15,7 +15,7 @@ import numpy as np
 from model.checkpoint.hf_folder import SINGLE
 from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 # Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
 _NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
@@ -135,11 +135,11 @@ def name_shards(groups: Sequence[Sequence[TensorInfo]], metadata: Mapping[str, s
     return tuple(Shard(name, tuple(t.name for t in group), metadata) for name, group in zip(names, groups, strict=True))
 
 
-def index_text(shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]) -> bytes | None:
+def index_bytes(shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]) -> bytes | None:
     """Return `model.safetensors.index.json`, or None for a single `model.safetensors`, which must not have an index."""
     if [shard.name for shard in shards] == [SINGLE]:
         return None
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     total = sum(tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json_text(index)
+    return json_bytes(index)

@@ -10,7 +10,7 @@ from model.checkpoint.hf_folder import INDEX, SINGLE
 from model.checkpoint.tied import COPIES_OF_SHARED, SHARED
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, check_regular, parse_json, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, check_regular, parse_json, read_bytes_up_to
 
 SHARD = re.compile(r"(?P<begin>.+)-\d+-of-(?P<of>\d+)\.(?P<suffix>\w+)")
 
@@ -87,7 +87,7 @@ def refuse_dangling(path: Path) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    content = read_bytes_up_to(path, CONFIG_BYTES)
+    content = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         table = parse_json(content)["weight_map"]
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):

@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 
 from model.common.errors import CheckpointError
 
-LARGEST_SIZE = 1 << 28
+MAX_SIZE = 1 << 28
 """Largest size in a model's shapes: the bytes of a matrix of two such sizes fit into 64 bits."""
-LARGEST_COUNT = 1 << 60
+MAX_COUNT = 1 << 60
 """Largest value of any other count: it fits into 64 bits with room for sums."""
 _SHOWN = 60
 _READ = 4 * _SHOWN
@@ -63,7 +63,7 @@ def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
     return type(value) is int and value >= least
 
 
-def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
+def whole_number(value: object, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
     """Return a whole number of the range. Raises CheckpointError otherwise; True and 8.0 are not whole numbers."""
     if not is_whole_number(value, least):
         kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
@@ -74,8 +74,8 @@ def whole_number(value: object, name: str, least: int = 1, most: int = LARGEST_C
 
 
 def size(value: object, name: str) -> int:
-    """Return a size in a model's shapes. Raises CheckpointError unless it is a whole number from 1 to LARGEST_SIZE."""
-    return whole_number(value, name, most=LARGEST_SIZE)
+    """Return a size in a model's shapes. Raises CheckpointError unless it is a whole number from 1 to MAX_SIZE."""
+    return whole_number(value, name, most=MAX_SIZE)
 
 
 def config_size(config: Mapping[str, Any], key: str) -> int:

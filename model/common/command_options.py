@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from model.common.checks import LARGEST_COUNT, is_finite, short_repr
+from model.common.checks import MAX_COUNT, is_finite, short_repr
 from model.common.counts import parse_count
 from model.common.errors import InputError
 from model.common.files import home_problem
@@ -64,7 +64,7 @@ class SizeType(click.ParamType[int]):
                 f"{short_repr(value)} is less than {self.least:,} bytes; give a unit, for example 24GB, 500MB or 2GiB.",
                 parameter, context,
             )  # fmt: skip
-        if not 0 < size <= LARGEST_COUNT:
+        if not 0 < size <= MAX_COUNT:
             self.fail(f"{short_repr(value)} is not a size; write for example 24GB, 500MB or 2GiB.", parameter, context)
         return size
 
@@ -74,7 +74,7 @@ class CountType(click.ParamType[int]):
 
     name = "count"
 
-    def __init__(self, least: int = 1, most: int = LARGEST_COUNT) -> None:
+    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
         self.least, self.most = least, most
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
@@ -90,8 +90,8 @@ class WholeNumber(click.IntRange):
     name = "whole number"  # in click's messages
 
     def _describe_range(self) -> str:
-        """Return the range for the help and for messages, without the 19 digits of LARGEST_COUNT."""
-        return super()._describe_range().replace(str(LARGEST_COUNT), f"2^{LARGEST_COUNT.bit_length() - 1}")
+        """Return the range for the help and for messages, without the 19 digits of MAX_COUNT."""
+        return super()._describe_range().replace(str(MAX_COUNT), f"2^{MAX_COUNT.bit_length() - 1}")
 
 
 def json_option(text: str = "Print the result as JSON, without a progress bar.") -> Callable[[Command], Command]:

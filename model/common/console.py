@@ -39,9 +39,9 @@ from model.common.printable import first_sentence, one_line, printable, printabl
 FAILED, BAD_INPUT = 1, 2
 Advance = Callable[[float], None]
 """Moves a progress bar on, by an amount in its unit."""
-LONGEST_LINE = 4000
+MAX_LINE_LENGTH = 4000
 """Characters of a message. A name in an untrusted file may have millions."""
-NARROWEST = 20
+MIN_COLUMNS = 20
 """Columns of the narrowest terminal that tables are fitted to."""
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib", "pyarrow")
 """The packages of INSTALL_EXTRA, by their import names."""
@@ -207,8 +207,8 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 def echo_line(text: str) -> None:
     """Print text on stderr as one line, even if names in it hold line breaks, without the middle of a very long one."""
     line = one_line(text)
-    if len(line) > LONGEST_LINE:
-        line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
+    if len(line) > MAX_LINE_LENGTH:
+        line = f"{line[: MAX_LINE_LENGTH // 2]} … {line[-MAX_LINE_LENGTH // 2 :]}"
     _print(line, err=True)
 
 
@@ -268,7 +268,7 @@ class _Console(Console):
 def console(stderr: bool = False) -> Console:
     """Return a console for tables. It prints [brackets] as they are instead of reading them as rich's markup."""
     made = _Console(stderr=stderr, markup=False, emoji=False)
-    if made.width < NARROWEST:  # by COLUMNS=0, for example
+    if made.width < MIN_COLUMNS:  # by COLUMNS=0, for example
         made.width = 80
     return made
 

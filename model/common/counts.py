@@ -3,16 +3,16 @@
 import re
 from fractions import Fraction
 
-from model.common.checks import LARGEST_COUNT, short_repr
+from model.common.checks import MAX_COUNT, short_repr
 from model.common.errors import InputError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-LONGEST = 40
+MAX_COUNT_LENGTH = 40
 """Maximum number of digits and separators in a count."""
 ADVICE = "give a whole number such as 4096, or 4K, 1.5M, 50B, 2T"
 
 
-def parse_count(text: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
+def parse_count(text: str, least: int = 1, most: int = MAX_COUNT) -> int:
     """Return an integer of the range. K, M, B and T are powers of 1000; `_` and `,` may separate thousands.
 
     Raises InputError for anything else, and if the product with the unit is not an integer.
@@ -20,7 +20,7 @@ def parse_count(text: str, least: int = 1, most: int = LARGEST_COUNT) -> int:
     match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
         raise InputError(f"{short_repr(text)} is not a count; {ADVICE}.")
-    if len(match[1]) > LONGEST:
+    if len(match[1]) > MAX_COUNT_LENGTH:
         raise InputError(f"{short_repr(text)} is too long for a count; {ADVICE}.")
     count = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2].upper()]
     if count.denominator != 1 or count < least:

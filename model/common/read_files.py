@@ -12,9 +12,9 @@ from typing import Any
 
 from model.common.errors import CheckpointError
 
-CONFIG_BYTES = 100_000_000
+MAX_CONFIG_BYTES = 100_000_000
 """Size limit of config.json, an index or another JSON file, which are read whole. Real ones have up to about 10 MB."""
-TOKENIZER_BYTES = 1_000_000_000
+MAX_TOKENIZER_BYTES = 1_000_000_000
 """Size limit of tokenizer.json and vocabularies, which are read whole. Real ones have up to about 40 MB."""
 MAX_LEVELS = 64
 """Largest depth of folders in a folder that is read with its subfolders."""
@@ -91,8 +91,8 @@ def _starts_with(path: Path, start: bytes) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a small JSON file. Raises CheckpointError if it is above CONFIG_BYTES or not JSON."""
-    text = read_bytes_up_to(path, CONFIG_BYTES)
+    """Return the value of a small JSON file. Raises CheckpointError if it is above MAX_CONFIG_BYTES or not JSON."""
+    text = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         return parse_json(text)
     except ValueError as error:

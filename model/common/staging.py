@@ -34,13 +34,13 @@ from model.common.files import MAX_NAME, check_name, remove_temporary_files, rep
 _PREFIX, _SUFFIX = ".", ".groupwise"
 AREAS = f"{_PREFIX}*{_SUFFIX}"
 """Pattern of the names of staging areas."""
-_LONGEST_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
+_MAX_OUT_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
 """Longest name of OUT in bytes: the names of the staging area and of its lock contain it."""
 
 
 def check_out(out: Path) -> None:
     """Raise InputError if the name of OUT is not UTF-8 or too long, or if OUT is a link that leads in a circle."""
-    check_name(out, "OUT", _LONGEST_NAME)
+    check_name(out, "OUT", _MAX_OUT_NAME)
     try:
         out.resolve()
     except FileNotFoundError:  # the working directory was deleted, which the command line explains

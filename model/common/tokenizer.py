@@ -11,7 +11,7 @@ from typing import Any
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, TOKENIZER_BYTES, check_size, read_json, refuse_bom
+from model.common.read_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, check_size, read_json, refuse_bom
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -184,8 +184,8 @@ def check_files(folder: Path) -> None:
 
     These are files that are not regular or too large, JSON after a byte-order mark, and configs of another type.
     """
-    limits = dict.fromkeys((TOKENIZER_JSON, ADDED_TOKENS, *VOCABULARIES), TOKENIZER_BYTES)
-    limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), CONFIG_BYTES)
+    limits = dict.fromkeys((TOKENIZER_JSON, ADDED_TOKENS, *VOCABULARIES), MAX_TOKENIZER_BYTES)
+    limits |= dict.fromkeys((*CONFIGS, "config.json", "chat_template.jinja", "chat_template.json"), MAX_CONFIG_BYTES)
     for name, limit in limits.items():
         if (folder / name).exists():
             check_size(folder / name, limit)

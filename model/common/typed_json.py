@@ -10,14 +10,14 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from model.common.checks import LARGEST_COUNT, is_finite, short_repr
+from model.common.checks import MAX_COUNT, is_finite, short_repr
 from model.common.errors import InputError
 from model.common.read_files import parse_json
 
 T = TypeVar("T")
 
 
-def json_text(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     """Return a value as JSON in the formatting of Hugging Face's files."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -71,7 +71,7 @@ def _is(value: Any, wanted: Any) -> bool:
     if wanted is float:
         return is_finite(value)
     if wanted is int:
-        return type(value) is int and abs(value) <= LARGEST_COUNT
+        return type(value) is int and abs(value) <= MAX_COUNT
     if is_dataclass(wanted):
         return isinstance(value, dict)
     kind = get_origin(wanted) or wanted

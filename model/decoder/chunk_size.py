@@ -5,7 +5,7 @@ MIN_CHUNK_LOGITS = 1 << 23
 gradient."""
 
 
-def most_chunk_logits(n_tokens: int, hidden_size: int) -> int:
+def max_chunk_logits(n_tokens: int, hidden_size: int) -> int:
     """Return the largest number of logits in a chunk, if one token does not have more.
 
     It is the number of elements in the hidden states of all `n_tokens` tokens, or MIN_CHUNK_LOGITS if that is more. So
@@ -16,4 +16,4 @@ def most_chunk_logits(n_tokens: int, hidden_size: int) -> int:
 
 def chunk_size(n_tokens: int, hidden_size: int, vocab_size: int) -> int:
     """Return the number of tokens per chunk, at least 1. The last chunk may have fewer."""
-    return max(1, most_chunk_logits(n_tokens, hidden_size) // vocab_size)
+    return max(1, max_chunk_logits(n_tokens, hidden_size) // vocab_size)

@@ -222,7 +222,7 @@ def _report(model: LlamaForCausalLM, n_prompt: int, times: list[float]) -> str:
 )
 @click.option(
     "--seed",
-    type=WholeNumber(0, checks.LARGEST_COUNT),
+    type=WholeNumber(0, checks.MAX_COUNT),
     default=0,
     show_default=True,
     metavar="N",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.decoder.config import LlamaConfig
 
-_LEAST_ROOM, _GROWTH = 256, 1.125
+_MIN_ROOM, _GROWTH = 256, 1.125
 """Tokens that fit at first, and the factor by which the room grows. Growing copies the cache, and the CPU's attention
 reads all of the room: 1.125 makes both cheap."""
 
@@ -55,7 +55,7 @@ class KVCache:
         padding_B: Tensor | None = None,
     ) -> None:
         (k_heads, k_size), (v_heads, v_size) = config.cached_shapes
-        self._room = min(capacity, _LEAST_ROOM)
+        self._room = min(capacity, _MIN_ROOM)
         shapes = (batch, k_heads, self._room, k_size), (batch, v_heads, self._room, v_size)
         self.layers = [LayerCache(shapes, dtype, device) for _ in range(config.n_layers)]
         self.capacity = capacity

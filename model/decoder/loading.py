@@ -20,7 +20,7 @@ from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import CONFIG_BYTES, read_content
+from model.common.read_files import MAX_CONFIG_BYTES, read_content
 from model.common.typed_json import parse_object
 from model.decoder.config import LlamaConfig, is_native, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM
@@ -94,7 +94,7 @@ def stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     if content is not None:
         name = checkpoint.config_folder / "generation_config.json"
         try:
-            generation = parse_object(read_content(content, CONFIG_BYTES))
+            generation = parse_object(read_content(content, MAX_CONFIG_BYTES))
         except InputError as error:
             raise CheckpointError(f"{name} cannot be read: {error}; download it again.") from error
         if generation.get("eos_token_id") is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.read_files import CONFIG_BYTES, check_size
+from model.common.read_files import MAX_CONFIG_BYTES, check_size
 from model.decoder.losses import IGNORED, next_token_targets
 from model.decoder.masks import document_mask, document_positions
 from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
@@ -232,7 +232,7 @@ def load_hf_model(folder: Path, n_stored: int, dtype: torch.dtype | None, device
             f"{n_stored:,}; they do not match."
         )
     if (folder / "generation_config.json").exists():
-        check_size(folder / "generation_config.json", CONFIG_BYTES)
+        check_size(folder / "generation_config.json", MAX_CONFIG_BYTES)
     with refusing(f"transformers can build no model from {folder}/config.json"):
         opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,

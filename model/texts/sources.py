@@ -17,7 +17,7 @@ from typing import Any
 from model.checkpoint.hf_folder import is_uptrain_output
 from model.common.errors import InputError
 from model.common.files import check_name, home_problem, is_plain_name
-from model.common.read_files import CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, parse_json, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, parse_json, read_bytes_up_to
 from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES
 from model.texts import NEED_PYARROW, READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
@@ -183,7 +183,7 @@ def _has_no_texts(folder: Path) -> bool:
 
 def _listed(path: Path, key: str) -> list[Any]:
     """Return a list from a JSON file of `datasets`."""
-    content = read_bytes_up_to(path, CONFIG_BYTES)
+    content = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         entries = parse_json(content)[key]
         if not isinstance(entries, list):

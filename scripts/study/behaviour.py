@@ -29,7 +29,7 @@ WINDOWS_PER_TEXT, BATCH, POSITIONS = 4, 4, 1024
 PROMPT, WRITTEN = 32, 64
 """Tokens of a prompt, and generated tokens."""
 NGRAM = 4
-LONGEST = 2048
+MAX_WINDOW = 2048
 """Maximum tokens of a window."""
 OCCURRENCES = {"once": 1, "2 to 9 times": 2, "10 to 99 times": 10, "100 times or more": 100}
 """Kinds of tokens: the least number of times that they occur in the texts."""
@@ -46,7 +46,7 @@ FOLDER = click.Path(exists=True, path_type=Path)
 @torch.inference_mode()
 def main(model: Path, parent: Path, texts: Path) -> None:
     student, teacher = (load_native(folder) for folder in (model, parent))
-    ids_NT = windows(parent, texts, min(LONGEST, context(parent)))
+    ids_NT = windows(parent, texts, min(MAX_WINDOW, context(parent)))
     own_losses_NT, parents_losses_NT = (token_losses(m, ids_NT) for m in (student, teacher))
     prompts = ids_NT[:, :PROMPT].tolist()
     own, parents = (generate(m, prompts, WRITTEN, stop_ids=()) for m in (student, teacher))

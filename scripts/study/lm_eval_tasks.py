@@ -17,7 +17,7 @@ import click
 
 from scripts.study.behaviour import documents
 
-LONGEST, SHORTEST = 800, 400
+MAX_LENGTH, MIN_LENGTH = 800, 400
 """Characters of a passage, which fits in the context of small models."""
 TASK = """\
 task: {name}
@@ -75,9 +75,9 @@ def split(text: str) -> Iterator[dict[str, str]]:
     passage = ""
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
         passage = f"{passage} {sentence}".strip()
-        if len(passage) > LONGEST:
-            passage = sentence if len(sentence) <= LONGEST else ""
-        if len(passage) >= SHORTEST and (match := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
+        if len(passage) > MAX_LENGTH:
+            passage = sentence if len(sentence) <= MAX_LENGTH else ""
+        if len(passage) >= MIN_LENGTH and (match := re.fullmatch(r"(.*) (\w+)[.!?]", passage)):
             yield {"before": match[1], "word": match[2]}
             passage = ""
 

@@ -19,7 +19,7 @@ import yaml
 
 Document = str | list[dict[str, str]]
 
-LONGEST_LINE = 400
+MAX_LINE_LENGTH = 400
 """Characters. A longer line in a source file is generated or minified code, or data."""
 SOURCE = 2_500
 """Minimum characters of a source file."""
@@ -60,14 +60,14 @@ def code(file: Path) -> list[Document]:
             head.append(comment[0])
         text = text[comment.end() :]
     text = ("".join(head) + text).strip()
-    by_hand = all(len(line) <= LONGEST_LINE for line in text.splitlines())
+    by_hand = all(len(line) <= MAX_LINE_LENGTH for line in text.splitlines())
     return [text] if by_hand and len(text) >= SOURCE else []
 
 
 def data(file: Path) -> list[Document]:
     """Return a data file unchanged, or nothing if a line is overlong."""
     text = file.read_text(encoding="utf-8").strip()
-    return [text] if all(len(line) <= LONGEST_LINE for line in text.splitlines()) else []
+    return [text] if all(len(line) <= MAX_LINE_LENGTH for line in text.splitlines()) else []
 
 
 def page(file: Path) -> list[Document]:

@@ -24,7 +24,7 @@ from scripts.study.text_kind_readers import Document
 from scripts.study.text_kind_sources import PARTS, Part
 from scripts.study.winnowing import RUN, WINDOW, fingerprints
 
-LONGEST, SHORTEST = 8_000, 1_200
+MAX_LENGTH, MIN_LENGTH = 8_000, 1_200
 """Maximum characters and minimum bytes of a document: a Chinese character carries more than a letter."""
 LICENCE = re.compile(r"licen[cs]e|授权|лиценз|lizenz", re.IGNORECASE)
 NOVELS = 12
@@ -140,7 +140,7 @@ def readable(part: Part, folder: Path) -> Iterator[Document]:
             for document in part.read(file):
                 if not isinstance(document, str):
                     yield document
-                elif len(document.encode()) >= SHORTEST and len(LICENCE.findall(text := cut(document))) <= LEGAL:
+                elif len(document.encode()) >= MIN_LENGTH and len(LICENCE.findall(text := cut(document))) <= LEGAL:
                     yield text
 
 
@@ -153,11 +153,11 @@ def spaced(documents: list[Document], take: int) -> list[Document]:
 
 def cut(text: str) -> str:
     """Cut a text at the end of a line, or between words."""
-    if len(text) <= LONGEST:
+    if len(text) <= MAX_LENGTH:
         return text
-    text = text[:LONGEST]
+    text = text[:MAX_LENGTH]
     for end in "\n ":
-        if text.rfind(end) > LONGEST // 2:
+        if text.rfind(end) > MAX_LENGTH // 2:
             return text[: text.rfind(end)].rstrip()
     return text
 

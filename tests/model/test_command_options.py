@@ -4,7 +4,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.command_options import CountType, SizeType, WholeNumber
 
 
@@ -44,7 +44,7 @@ def test_invalid_counts(given, words):
 
 def test_whole_numbers():
     """The help and the messages show no number of 19 digits, and the word that people use."""
-    command = click.Command("x", params=[click.Option(["--seed"], type=WholeNumber(0, LARGEST_COUNT), metavar="N")])
+    command = click.Command("x", params=[click.Option(["--seed"], type=WholeNumber(0, MAX_COUNT), metavar="N")])
     shown, wrong, large = (
         CliRunner().invoke(command, line.split()).output for line in ("--help", "--seed 4k", f"--seed {2**61}")
     )

@@ -90,7 +90,7 @@ def test_config_opens_and_means_the_same(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", model, **{"llama.rope.freq_base": 500000.0})
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
-        (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+        (tmp_path / "config.json").write_bytes(checkpoint.config_bytes)
     assert config["rms_norm_eps"] == 1e-6
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500000.0
     read = AutoConfig.from_pretrained(tmp_path)
@@ -183,7 +183,7 @@ def test_a_qwen2_s_config_means_the_same(tmp_path):
     model = tiny.build("qwen2", **SHAPE, vocab_size=300)
     path = write_gguf(tmp_path / "x.gguf", model, **{"qwen2.rope.freq_base": 1000000.0})
     with open_checkpoint(path) as checkpoint:
-        (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+        (tmp_path / "config.json").write_bytes(checkpoint.config_bytes)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_bytes(bytes(checkpoint.side_files[name]))
     read = AutoConfig.from_pretrained(tmp_path)

@@ -99,7 +99,7 @@ def theta(value):
 
 def config_of(tmp_path, model, **params):
     with open_checkpoint(write_meta(tmp_path / "meta", model, llama3=True, **params)) as checkpoint:
-        (tmp_path / "config.json").write_bytes(checkpoint.config_text)
+        (tmp_path / "config.json").write_bytes(checkpoint.config_bytes)
         return checkpoint.config, AutoConfig.from_pretrained(tmp_path), checkpoint.notes
 
 

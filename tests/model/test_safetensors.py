@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from model.checkpoint import Shard, TensorInfo
 from model.checkpoint.formats.safetensors import SafetensorsFolder, read_header
-from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_text, name_shards
+from model.checkpoint.safetensors_writer import ShardFile, divide, header_bytes, index_bytes, name_shards
 from model.common.errors import CheckpointError
 
 DTYPES = {
@@ -129,6 +129,6 @@ def test_shards_hold_everything_in_order_within_the_limit(sizes, limit):
 
 def test_a_single_file_has_no_index():
     tensors = {"a": TensorInfo("a", "F32", (2,))}
-    assert index_text([Shard("model.safetensors", ("a",))], tensors) is None
-    index = json.loads(index_text([Shard("model-00001-of-00001.safetensors", ("a",))], tensors) or b"")
+    assert index_bytes([Shard("model.safetensors", ("a",))], tensors) is None
+    index = json.loads(index_bytes([Shard("model-00001-of-00001.safetensors", ("a",))], tensors) or b"")
     assert index == {"metadata": {"total_size": 8}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}

@@ -16,7 +16,7 @@ from convert.output.model_card import TRAINING_DETAILS
 from model import load_model
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.export import export
-from uptrain.export.export import config_text, make_record
+from uptrain.export.export import config_bytes, make_record
 from uptrain.export.model_card import _losses, model_card
 from uptrain.runs.folder import Run
 
@@ -263,7 +263,7 @@ def test_both_keys_of_the_dtype_name_what_was_written(tmp_path, uptrain):
 
 def test_a_byte_order_mark_is_not_exported(tmp_path):
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8-sig")
-    assert config_text(tmp_path, "bfloat16") == b'{"dtype": "bfloat16"}'
+    assert config_bytes(tmp_path, "bfloat16") == b'{"dtype": "bfloat16"}'
 
 
 def test_a_float16_model_is_exported_in_bfloat16(tmp_path, uptrain):

@@ -25,7 +25,7 @@ from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
 from model.language_model import language_config
 from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals, shape_warning
-from uptrain.export.export import config_text
+from uptrain.export.export import config_bytes
 from uptrain.models.load import load_student
 
 TRAINED = sorted(set(tiny.WRAPPERS) - {"paligemma"})
@@ -147,10 +147,10 @@ def test_an_export_names_its_dtype_wherever_the_config_does(tmp_path):
     folder = tiny.save(tiny.build("llava"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     assert "dtype" not in config["text_config"]
-    assert json.loads(config_text(folder, "bfloat16")) == {**config, "dtype": "bfloat16"}
+    assert json.loads(config_bytes(folder, "bfloat16")) == {**config, "dtype": "bfloat16"}
     hubs = {**config, "dtype": "float16", "text_config": {**config["text_config"], "torch_dtype": "float16"}}
     tiny.edit_config(folder, **hubs)
-    exported = json.loads(config_text(folder, "bfloat16"))
+    exported = json.loads(config_bytes(folder, "bfloat16"))
     assert exported == {**hubs, "dtype": "bfloat16", "text_config": {**hubs["text_config"], "torch_dtype": "bfloat16"}}
 
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
 from uptrain.budget.conversion_record import conversion_method
@@ -129,9 +129,9 @@ def steps_of(options: BudgetOptions, original_tokens: int | None, batch: int) ->
         assert options.alpha is not None and original_tokens is not None
         # From its decimal digits: the binary 0.05 exceeds 1/20, and would add a step if α gives a whole number.
         steps = math.ceil(Fraction(str(options.alpha)) * original_tokens / batch)
-    if steps * batch > LARGEST_COUNT:
+    if steps * batch > MAX_COUNT:
         raise InputError(
-            f"{steps:,} steps of {batch:,} tokens are more than {LARGEST_COUNT:,} tokens, which is out of range; give "
+            f"{steps:,} steps of {batch:,} tokens are more than {MAX_COUNT:,} tokens, which is out of range; give "
             "fewer --steps or --tokens, or a smaller --global-batch-tokens."
         )
     return steps

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from model.common.errors import CheckpointError, InputError
 from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
-from model.common.read_files import CONFIG_BYTES, parse_json, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
 
 
 class _Conversion(NamedTuple):
@@ -88,7 +88,7 @@ def _conversions(folder: Path) -> list[_Conversion]:
     path = folder / CONVERSION_RECORD
     if not path.is_file():
         return []
-    content = read_bytes_up_to(path, CONFIG_BYTES)
+    content = read_bytes_up_to(path, MAX_CONFIG_BYTES)
     try:
         record: Any = parse_json(content)
         conversions = []

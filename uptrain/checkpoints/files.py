@@ -19,7 +19,7 @@ from typing import Any
 
 from model.common.errors import InputError
 from model.common.files import is_plain_name
-from model.common.read_files import CONFIG_BYTES, parse_json, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
 
 TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -55,7 +55,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
     """Return a checkpoint's state. Raises InputError if it is damaged, or its step is not that of the folder."""
     path = checkpoint / STATE
     try:
-        state = parse_json(read_bytes_up_to(path, CONFIG_BYTES))
+        state = parse_json(read_bytes_up_to(path, MAX_CONFIG_BYTES))
         numbers = [state["step"], state["tokens"], *state["skipped"], *state["not_finite"]]
         if not all(type(n) is int and n >= 0 for n in numbers) or type(state["keep"]) is not bool:
             raise TypeError("a count is not a whole number of 0 or more, or `keep` is not true or false")
@@ -118,7 +118,7 @@ def read_manifest(checkpoint: Path) -> Checksums:
 
     Raises OSError, ValueError, LookupError, TypeError or AttributeError if the manifest is damaged.
     """
-    files: Checksums = parse_json(read_bytes_up_to(checkpoint / MANIFEST, CONFIG_BYTES))["files"]
+    files: Checksums = parse_json(read_bytes_up_to(checkpoint / MANIFEST, MAX_CONFIG_BYTES))["files"]
     for name in files:
         parts = name.split("/")
         if not all(map(is_plain_name, parts)) or parts[:-1] not in ([], [TENSORS]):

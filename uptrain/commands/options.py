@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from model.common.checks import LARGEST_SIZE
+from model.common.checks import MAX_SIZE
 from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, WholeNumber, add_options
 from model.common.errors import InputError
 from model.common.launcher_variables import world_size
@@ -109,7 +109,7 @@ def max_minutes_option(help: str) -> Callable[[Command], Command]:
 
 seq_len_option = click.option(
     "--seq-len",
-    type=WholeNumber(2, LARGEST_SIZE),
+    type=WholeNumber(2, MAX_SIZE),
     metavar="N",
     help="Tokens in a window.  [default: as in the cache, or the model's context, at most 4096]",
 )

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import (
     echo,
@@ -64,7 +64,7 @@ KINDS = {
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
     "--processes",
-    type=WholeNumber(1, LARGEST_COUNT),
+    type=WholeNumber(1, MAX_COUNT),
     metavar="N",
     default=1,
     show_default=True,

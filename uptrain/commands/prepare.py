@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from model.common import console
-from model.common.checks import LARGEST_SIZE
+from model.common.checks import MAX_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted, parse_count
 from model.common.errors import InputError
@@ -42,7 +42,7 @@ SHOWN = 10
     metavar="N",
     help="Size of the vocabulary, for data that is tokenised already (column input_ids). Replaces --tokenizer.",
 )
-@click.option("--seq-len", type=WholeNumber(2, LARGEST_SIZE), required=True, metavar="N", help="Tokens in a window.")
+@click.option("--seq-len", type=WholeNumber(2, MAX_SIZE), required=True, metavar="N", help="Tokens in a window.")
 @click.option(
     "--tokens", default="all", show_default=True, metavar="N|all", help="Take the first N tokens, e.g. 50M or 1.5B."
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from model.common import console
-from model.common.checks import LARGEST_SIZE
+from model.common.checks import MAX_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted
 from uptrain.commands.options import ModelFolder, check_one_process, part_is_done, shard_option
@@ -25,7 +25,7 @@ PATH = PathType()
 @click.option("--out", type=PATH, required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
-    type=WholeNumber(1, LARGEST_SIZE),
+    type=WholeNumber(1, MAX_SIZE),
     default=64,
     show_default=True,
     metavar="K",

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from model.common import checks
 from model.common.errors import InputError
 from model.common.files import allow_open_files, is_plain_name
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
 from uptrain.data.mapped_files import map_array
 from uptrain.data.token_cache import DTYPES, Integers, TokenCache
@@ -94,7 +94,7 @@ class LogitsManifest:
             )
         is_of_tokens = False
         try:
-            content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            content = parse_object(read_bytes_up_to(path, MAX_CONFIG_BYTES))
             is_of_tokens = "n_documents" in content
             recorded = content.pop("sha256", None)
             manifest = make(cls, content)

@@ -24,7 +24,7 @@ from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.files import allow_open_files, file_sha256, is_plain_name
 from model.common.machine import n_cores
-from model.common.read_files import CONFIG_BYTES, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.data.mapped_files import map_array
 
@@ -101,7 +101,7 @@ class Manifest:
             raise InputError(f"{folder} is not a token cache: it has no {MANIFEST}; make one with `uptrain prepare`.")
         is_of_logits = False
         try:
-            content = parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+            content = parse_object(read_bytes_up_to(path, MAX_CONFIG_BYTES))
             is_of_logits = "top_k" in content
             if content.get("format", FORMAT) != FORMAT:
                 shown = checks.short_repr(content["format"])
@@ -124,7 +124,7 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise InputError for invalid values and for file names that lead out of the folder."""
-        checks.whole_number(self.seq_len, "seq_len", least=2, most=checks.LARGEST_SIZE)
+        checks.whole_number(self.seq_len, "seq_len", least=2, most=checks.MAX_SIZE)
         checks.whole_number(self.vocab_size, "vocab_size")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype = {checks.short_repr(self.dtype)}; it must be one of {', '.join(DTYPES)}")

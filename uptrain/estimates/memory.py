@@ -17,7 +17,7 @@ from model.checkpoint.same_bytes import sampled_rows
 from model.checkpoint.tensor import BITS, layer_number
 from model.common import checks
 from model.common.errors import InputError
-from model.decoder.chunk_size import most_chunk_logits
+from model.decoder.chunk_size import max_chunk_logits
 from model.decoder.config import is_native
 from model.geometry import ModelSizes, read_sizes
 from model.language_model import open_language_model
@@ -41,7 +41,7 @@ COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes, by precision, of an activation, a teacher's parameter, and the copy of a trained one in the computation."""
 ADAMW_BYTES = 8
 """Bytes of AdamW's two moments of a parameter."""
-LARGEST_SHARD = 0.5
+MAX_SHARD_SHARE = 0.5
 """Largest share of a parameter that a device holds where it is sharded: two devices."""
 LOGIT_BYTES, TEACHER_LOGIT_BYTES = 6, 10
 """Bytes of a logit of a chunk, in bfloat16 and float32; with a teacher also its logits, and the log ratio."""
@@ -289,7 +289,7 @@ class MemoryEstimator:
         """Return the bytes of logits: of a chunk, or of all tokens in models of transformers."""
         vocab = max(x.shape[0] for x in self.tensors if layer_number(x.name) is None and len(x.shape) == 2)
         if is_native(self.config):
-            chunk = min(most_chunk_logits(tokens, self.sizes.hidden_size), tokens * vocab)
+            chunk = min(max_chunk_logits(tokens, self.sizes.hidden_size), tokens * vocab)
             return chunk * (LOGIT_BYTES + (TEACHER_LOGIT_BYTES if self.teacher_tensors else 0))
         return tokens * vocab * (WHOLE_LOGIT_BYTES + (TEACHER_WHOLE_LOGIT_BYTES if self.teacher_tensors else 0))
 
@@ -302,7 +302,7 @@ class MemoryEstimator:
         loss computes.
         """
         compute_bytes = COMPUTE_BYTES[self.precision]
-        reduced = int(compute_bytes + GRADIENT_BYTES + LARGEST_SHARD * GRADIENT_BYTES)
+        reduced = int(compute_bytes + GRADIENT_BYTES + MAX_SHARD_SHARE * GRADIENT_BYTES)
         # The loss sums it in float32, in `logits`; then it is held in the dtype of the computation.
         lm_head_gradient = compute_bytes * lm_head
         in_loss = activations + logits + (lm_head_gradient if compute_bytes < GRADIENT_BYTES else 0)

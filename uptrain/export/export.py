@@ -12,14 +12,14 @@ from model.checkpoint.formats.dcp.reader import DistributedFolder
 from model.checkpoint.hf_folder import INDEX, list_files, read_config
 from model.checkpoint.hub import name_of
 from model.checkpoint.latent_norm import WithLatentNorm, read_latent_norm, without_latent_norm
-from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_text, name_shards
+from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, divide, index_bytes, name_shards
 from model.checkpoint.tensor import numpy_dtype
 from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.file_names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.common.files import copy_file, sync_tree, write_file
 from model.common.staging import new_folder
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import THEIRS
@@ -249,15 +249,15 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
                     advance(rows.nbytes)
         finally:
             file.finish()
-    index = index_text(shards, tensors)
+    index = index_bytes(shards, tensors)
     if index is not None:
         write_file(folder / INDEX, index)
 
 
 def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:
     side_files, _ = list_files(source)
-    files: dict[str, Path | bytes] = {**side_files, "config.json": config_text(source, dtype)}
-    files[UPTRAINING_RECORD] = json_text(record)
+    files: dict[str, Path | bytes] = {**side_files, "config.json": config_bytes(source, dtype)}
+    files[UPTRAINING_RECORD] = json_bytes(record)
     files[MODEL_CARD] = model_card(source, record)
     if (source / CONVERSION_RECORD).is_file():
         files[CONVERSION_RECORD] = source / CONVERSION_RECORD
@@ -266,7 +266,7 @@ def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str)
     sync_tree(folder, synced=".safetensors")
 
 
-def config_text(folder: Path, dtype: str) -> bytes:
+def config_bytes(folder: Path, dtype: str) -> bytes:
     """Return config.json unchanged, or with another dtype if it names a different one, or none.
 
     A wrapper's config names that of its language model too.
@@ -278,4 +278,4 @@ def config_text(folder: Path, dtype: str) -> bytes:
     if inner is not None:
         named = [key for key in ("dtype", "torch_dtype") if key in config[inner]]
         changed[inner] = config[inner] | dict.fromkeys(named, dtype)
-    return text if changed == config else json_text(changed)
+    return text if changed == config else json_bytes(changed)

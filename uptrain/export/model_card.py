@@ -8,7 +8,7 @@ from model.common.counts import format_count
 from model.common.file_names import MODEL_CARD
 from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown, markdown_code
-from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
 from uptrain.report.history import conversion_cost, format_recovered, recovered_fraction
@@ -24,7 +24,7 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
     has_card = path.is_file() and not leads_outside(path, source)
     model = record["settings"]["model"]
     base_model = model if "/" in model else None  # a name on the hub has an owner
-    card = read_bytes_up_to(path, CONFIG_BYTES) if has_card else front_matter(base_model, ["groupwise"])
+    card = read_bytes_up_to(path, MAX_CONFIG_BYTES) if has_card else front_matter(base_model, ["groupwise"])
     if has_card and model:
         card = b"".join(of_derived_model(card, base_model))
     is_wrapper = text_config_key(read_config(source)[1]) is not None

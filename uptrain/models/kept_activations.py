@@ -18,7 +18,7 @@ from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import refusing
 from uptrain.models.load import meta_student
 
-_MOST_LAYERS = 4
+_MAX_LAYERS = 4
 """The layers that are run, for speed. They include one of each kind, in the families that alternate kinds which keep
 different tensors (every fourth layer of SmolLM3 and Cohere 2 has no rotary positions)."""
 
@@ -42,7 +42,7 @@ def kept_bytes(folder: Path, part: str, seq_len: int, precision: str, lora_rank:
         refusing(f"the activations of {folder} cannot be measured in transformers' class"),
         _quiet_without_grouped_mm(),
     ):
-        models = [meta_student(folder, part, lora_rank, n) for n in (_MOST_LAYERS, 1)]
+        models = [meta_student(folder, part, lora_rank, n) for n in (_MAX_LAYERS, 1)]
         deep, shallow = (_bytes_of_a_window(model, seq_len, precision) for model, _ in models)
     more_layers = models[0][1] - 1
     layer = (deep - shallow) / more_layers if more_layers else shallow

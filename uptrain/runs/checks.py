@@ -12,7 +12,7 @@ from uptrain.models.vocabularies import check_same_vocab_size
 from uptrain.runs.fingerprints import model_sha256
 from uptrain.runs.settings import Settings
 
-MOST_PROCESSES = 4096
+MAX_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""
 
 
@@ -40,7 +40,7 @@ def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:
 def check_batch(global_batch: int, n_processes: int, is_new: bool = True) -> None:
     """Raise InputError if the global batch, which only a new run can change, is not divisible among the processes."""
     if global_batch % n_processes:
-        divisors = [n for n in range(1, min(global_batch, MOST_PROCESSES) + 1) if global_batch % n == 0]
+        divisors = [n for n in range(1, min(global_batch, MAX_PROCESSES) + 1) if global_batch % n == 0]
         raise InputError(
             f"a global batch of {global_batch} windows cannot be divided evenly among {n_processes} processes; "
             "possible numbers are "

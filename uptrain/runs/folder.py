@@ -13,7 +13,7 @@ from model.common.errors import InputError
 from model.common.file_lock import FileLock, LockedError
 from model.common.file_names import METRICS, RUN_JSON
 from model.common.files import remove_temporary_files
-from model.common.read_files import CONFIG_BYTES, leads_outside, read_bytes_up_to
+from model.common.read_files import MAX_CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
@@ -31,7 +31,7 @@ RUN_STATE_TYPES = {
 }  # fmt: skip
 EARLIER_RUN_STATE = {"host": None, "started": None, "pid_namespace": ""}
 """Fields that earlier versions did not write."""
-MOST_PID = 2**31 - 1
+MAX_PID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Run:
             problem = f"is not a run: it has no {RUN_JSON}" if folder.exists() else "does not exist"
             raise InputError(f"{folder} {problem}; {hint}.")
         try:
-            run = make(cls, parse_object(read_bytes_up_to(path, CONFIG_BYTES)))
+            run = make(cls, parse_object(read_bytes_up_to(path, MAX_CONFIG_BYTES)))
             run._check()
         except InputError as error:
             reason = str(error).rstrip(".")
@@ -145,9 +145,9 @@ def read_run_state(path: Path) -> dict[str, Any]:
         return {}
     _refuse_folder(path)
     try:
-        content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, CONFIG_BYTES))
+        content = EARLIER_RUN_STATE | parse_object(read_bytes_up_to(path, MAX_CONFIG_BYTES))
         state = check_types(content, RUN_STATE_TYPES)
-        checks.whole_number(state["pid"], "pid", most=MOST_PID)
+        checks.whole_number(state["pid"], "pid", most=MAX_PID)
     except InputError as error:
         reason = str(error).rstrip(".")
         resume = f"`uptrain resume {shlex.quote(str(path.parent))}`"

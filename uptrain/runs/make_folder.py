@@ -13,7 +13,7 @@ from model.common.errors import InputError
 from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, RUN_JSON
 from model.common.files import copy_file, lies_in, sync_tree, write_file
 from model.common.staging import check_out, new_folder
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
@@ -50,7 +50,7 @@ def make_folder(
         for name, content in files.items():
             copy_file(content, folder / MODEL / name)
         fill(folder)
-        write_file(folder / RUN_JSON, json_text(asdict(run)))
+        write_file(folder / RUN_JSON, json_bytes(asdict(run)))
         sync_tree(folder)
 
 

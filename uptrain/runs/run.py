@@ -29,7 +29,7 @@ from model.common.file_lock import FileLock
 from model.common.file_names import RUN_JSON
 from model.common.files import replace_file
 from model.common.processes import pid_namespace, process_start
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 from model.decoder.devices import fast_float32_matmul
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
@@ -118,7 +118,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
         if is_at_end and on_main(accelerator, lambda: _is_finished(folder)):
             return FINISHED_BEFORE
         if changes:
-            on_main(accelerator, lambda: replace_file(folder / RUN_JSON, json_text(asdict(run))))
+            on_main(accelerator, lambda: replace_file(folder / RUN_JSON, json_bytes(asdict(run))))
         reads_model = checkpoint is None or settings.trainable != "all"
         on_main(accelerator, lambda: check_same(settings, run.fingerprints, with_model=checkpoint is None))
         saved_step = NO_STEP if checkpoint is None else checkpoint.state["step"]
@@ -289,7 +289,7 @@ def _write_run_state(folder: Path, status: str, step: int, reason: str = "") -> 
         "status": status, "step": step, "reason": reason, "host": socket.gethostname(), "pid": pid,
         "started": process_start(pid), "pid_namespace": pid_namespace(),
     }  # fmt: skip
-    replace_file(folder / RUN_STATE, json_text(state))
+    replace_file(folder / RUN_STATE, json_bytes(state))
 
 
 def _write_last_run_state(folder: Path, status: str, step: int, reason: str) -> None:

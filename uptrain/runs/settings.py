@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from model.common import checks
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions
 from uptrain.models.trainable_choices import TRAINABLE
@@ -112,7 +112,7 @@ class Settings:
         for name in ("global_batch", "micro_batch", "save_every", "keep_last", "eval_every"):
             checks.whole_number(getattr(self, name), name)
         checks.whole_number(self.lora_rank, "lora_rank", least=int(self.trainable == "lora"))
-        checks.whole_number(self.steps * self.global_batch, "steps x global_batch", most=LARGEST_COUNT // 8)
+        checks.whole_number(self.steps * self.global_batch, "steps x global_batch", most=MAX_COUNT // 8)
         for name in ("seed", "original_steps"):
             checks.whole_number(getattr(self, name), name, least=0)
         checks.number(self.weight_decay, "weight_decay")

@@ -35,11 +35,11 @@ KIND_TYPES: dict[str, dict[str, Any]] = {
 EVALUATION_TYPES = {"targets": int, "loss": Number}
 TEACHER_TYPES = {"teacher_loss": Number, "kl": Number, "agreement": float}
 START_TYPES = {"time": float, "processes": int, "device": str}
-LARGEST = 1e300
+MAX_ABSOLUTE = 1e300
 """Limit of the absolute value of a number, so that sums and the limits of an axis stay finite."""
-LATEST = 253_402_300_799
+MAX_TIME = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
-MOST_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """Longest line that is read. Ours have some hundred bytes; a file without line ends would be read whole."""
 
 
@@ -106,10 +106,10 @@ def _complete_lines(path: Path) -> list[str]:
     check_regular(path)
     lines: list[str] = []
     with path.open("rb") as file:
-        while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
+        while (line := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
             lines.append(line.decode(errors="replace"))
-    if len(line) > MOST_LINE_BYTES:
-        raise InputError(f"{path}:{len(lines) + 1} is longer than {MOST_LINE_BYTES:,} bytes; remove the line.")
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(f"{path}:{len(lines) + 1} is longer than {MAX_LINE_BYTES:,} bytes; remove the line.")
     return lines
 
 
@@ -132,8 +132,8 @@ def _check(record: Record) -> None:
         raise InputError(f"it has none of {', '.join(KIND_TYPES)}")
     check_types(record, KIND_TYPES[kind])
     for key, value in {**record, **record.get("evaluation", {})}.items():
-        if isinstance(value, int | float) and abs(value) > LARGEST:
-            raise InputError(f"{key} = {checks.short_repr(value)}; it must be at most {LARGEST:g}")
+        if isinstance(value, int | float) and abs(value) > MAX_ABSOLUTE:
+            raise InputError(f"{key} = {checks.short_repr(value)}; it must be at most {MAX_ABSOLUTE:g}")
     checks.whole_number(record["step"], "step", least=0)
     if kind == "loss":
         checks.whole_number(record["tokens"], "tokens", least=0)
@@ -143,7 +143,7 @@ def _check(record: Record) -> None:
         check_types(record["evaluation"], {**EVALUATION_TYPES, **(TEACHER_TYPES if with_teacher else {})}, kind)
     elif record["event"] in ("started", "resumed"):
         check_types(record, START_TYPES)
-        checks.whole_number(int(record["time"]), "time", least=0, most=LATEST)
+        checks.whole_number(int(record["time"]), "time", least=0, most=MAX_TIME)
         if "rejected" in record:
             check_types(record, {"rejected": tuple[str, ...]})
     elif "why" in record:

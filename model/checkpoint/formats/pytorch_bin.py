@@ -20,7 +20,7 @@ class BinFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         hf_folder.refuse_adapter(path)
         self.path = path
-        self.config_text, self.config = hf_folder.read_config(path)
+        self.config_bytes, self.config = hf_folder.read_config(path)
         names, table = weight_file_names(path, PYTORCH)
         self.weight_files = tuple(path / name for name in names)
         self.side_files, skipped_files = hf_folder.list_files(path)

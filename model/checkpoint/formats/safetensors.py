@@ -19,7 +19,7 @@ from model.checkpoint.interface import Checkpoint, FileVersion, Shard, file_vers
 from model.checkpoint.shard_index import SAFETENSORS, check_index, weight_file_names
 from model.checkpoint.tensor import BITS, Array, Span, TensorInfo, numpy_dtype
 from model.common import checks
-from model.common.checks import LARGEST_COUNT
+from model.common.checks import MAX_COUNT
 from model.common.errors import CheckpointError
 from model.common.read_files import parse_json
 
@@ -88,8 +88,8 @@ def _parse(
         # The order counts: a product of numbers without a limit would take hours.
         if (
             len(shape) > MAX_AXES
-            or not all(checks.is_whole_number(n, least=0) and n <= LARGEST_COUNT for n in shape)
-            or prod(n for n in shape if n) >= LARGEST_COUNT  # numpy makes no such array, not even an empty one
+            or not all(checks.is_whole_number(n, least=0) and n <= MAX_COUNT for n in shape)
+            or prod(n for n in shape if n) >= MAX_COUNT  # numpy makes no such array, not even an empty one
         ):
             raise ValueError(f"tensor {checks.short_repr(name)} has the impossible shape {checks.short_repr(shape)}")
         tensor = TensorInfo(name, dtype, shape)
@@ -113,7 +113,7 @@ class SafetensorsFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         hf_folder.refuse_adapter(path)
         self.path = path
-        self.config_text, self.config = hf_folder.read_config(path)
+        self.config_bytes, self.config = hf_folder.read_config(path)
         names, table = weight_file_names(path, SAFETENSORS)
         self.weight_files = tuple(path / name for name in names)
         self.side_files, skipped_files = hf_folder.list_files(path)

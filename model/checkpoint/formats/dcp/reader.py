@@ -26,7 +26,7 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
 from model.common.files import allow_open_files
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 
 class DistributedFolder(Checkpoint):
@@ -50,7 +50,7 @@ class DistributedFolder(Checkpoint):
         source = find_config_source(
             path, framework, [TensorInfo(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()]
         )
-        self._config_folder, self.config_text, self.config = source.folder, source.config_text, source.config
+        self._config_folder, self.config_bytes, self.config = source.folder, source.config_bytes, source.config
         self.notes = source.notes
         model = renamed(path, parts, framework, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
@@ -66,7 +66,7 @@ class DistributedFolder(Checkpoint):
         changed = {key: name for key, name in settings.items() if self.config.get(key) not in (None, name)}
         if changed:
             self.config |= changed
-            self.config_text = json_text(self.config)
+            self.config_bytes = json_bytes(self.config)
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
         is_above = self._config_folder in path.absolute().parents
         only = hf_folder.MODEL_FILES if is_above else ("*",)

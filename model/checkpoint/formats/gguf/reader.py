@@ -26,7 +26,7 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 NOT_QUANTISED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -73,10 +73,10 @@ class GGUFFile(Checkpoint):
             _describe(path, ROPE_FACTORS, factors)
             values = self._stored_rows(factors, 0, factors.shape[0]).astype(np.float64)
         self.config = build_config(keys, self.tensors, values)
-        self.config_text = json_text(self.config)
+        self.config_bytes = json_bytes(self.config)
         self.side_files = {
             **tokenizer_files(path, fields),
-            "generation_config.json": json_text(generation_config(keys)),
+            "generation_config.json": json_bytes(generation_config(keys)),
             MODEL_CARD: _card(fields),
         }
         n_tokens, n_rows = len(fields["tokenizer.ggml.tokens"]), self.tensors["model.embed_tokens.weight"].shape[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from model.common.checks import is_whole_number, short_repr
 from model.common.errors import CheckpointError
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 MAX_TOKEN = 1024
 """Limit of the characters of a token. The time to find merges grows with the square of a token's length."""
@@ -75,7 +75,7 @@ def tokenizer_files(path: Path, fields: dict[str, Any]) -> dict[str, Path | byte
         raise CheckpointError(f"{path} has {problem}; the tokenizer cannot be rebuilt.")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **build(path, fields, vocabulary)}
     config = _tokenizer_config(fields, vocabulary)
-    return {"tokenizer.json": json_text(tokenizer), "tokenizer_config.json": json_text(config)}
+    return {"tokenizer.json": json_bytes(tokenizer), "tokenizer_config.json": json_bytes(config)}
 
 
 def _tokens_problem(fields: dict[str, Any], vocabulary: list[Any]) -> str:

@@ -22,7 +22,7 @@ from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.read_files import leads_outside
 from model.common.tokenizer import is_tiktoken
-from model.common.typed_json import json_text
+from model.common.typed_json import json_bytes
 
 _SENTENCEPIECE_SETTINGS = {
     "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,
@@ -50,9 +50,9 @@ class MetaFolder(Checkpoint):
         context_length, note = self._params.context_length()
         special_tokens = self._params.special_tokens(vocab_size)
         self.config = self._build_config(vocab_size, context_length) | special_tokens
-        self.config_text = json_text(self.config)
+        self.config_bytes = json_bytes(self.config)
         self.side_files, skipped_files = list_files(path)
-        generation = json_text({"_from_model_config": True, **special_tokens})
+        generation = json_bytes({"_from_model_config": True, **special_tokens})
         self.side_files.setdefault("generation_config.json", generation)
         unread = [name for name in skipped_files if name not in (*(file.name for file in self.weight_files), PARAMS)]
         self.skipped_files = (*unread, *(["config.json"] if (path / "config.json").exists() else []))
@@ -110,7 +110,7 @@ class MetaFolder(Checkpoint):
             return []
         content = self.side_files.get(name)
         if content is not None and not is_tiktoken(content):
-            self.side_files.setdefault("tokenizer_config.json", json_text(_SENTENCEPIECE_SETTINGS))
+            self.side_files.setdefault("tokenizer_config.json", json_bytes(_SENTENCEPIECE_SETTINGS))
             return [f"there is no tokenizer.json; transformers reads Meta's {name} with the settings of Llama 2."]
         has = f"nor is there a {name}"
         if content is not None:
