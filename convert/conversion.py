@@ -22,10 +22,10 @@ from model.checkpoint.hub import origin_of
 from model.checkpoint.safetensors_writer import index_bytes
 from model.common import console
 from model.common.errors import CheckpointError, InputError, RunError, prefix_path
-from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
-from model.common.files import copy_file, sync_tree, tree_bytes
-from model.common.staging import Staging, check_room
 from model.common.typed_json import json_bytes
+from model.files.names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
+from model.files.staging import Staging, check_room
+from model.files.write import copy_file, sync_tree, tree_bytes
 
 PAIR_INDICES = "pair indices of the rotated key"
 """The journal's name for the pair indices of the rotated key's channels."""

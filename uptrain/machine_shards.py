@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.errors import InputError
-from model.common.files import tree_bytes
-from model.common.staging import Staging
+from model.files.staging import Staging
+from model.files.write import tree_bytes
 
 
 @dataclass(frozen=True)

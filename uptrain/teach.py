@@ -19,10 +19,10 @@ from model.checkpoint.hub import origin_of
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.files import sync_file, write_file
-from model.common.staging import Staging, check_out, check_room
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.loading import LanguageModel
+from model.files.staging import Staging, check_out, check_room
+from model.files.write import sync_file, write_file
 from uptrain.budget.conversion_record import conversion_method
 from uptrain.data.batch import Batch
 from uptrain.data.checks import check_cache_vocabulary, check_tokenizer

@@ -17,8 +17,8 @@ from convert.layers.runnable_layer import HeadWeights
 from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
-from model.common.files import sync_folder
 from model.decoder.devices import computing_on
+from model.files.write import sync_folder
 
 MAX_COMPARISON_TOKENS = 4096
 """Maximum validation tokens on which solutions are compared."""

@@ -31,13 +31,13 @@ from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import console
 from model.common.console import Advance
 from model.common.errors import CheckpointError
-from model.common.files import file_sha256, replace_file
-from model.common.tokenizer import TOKENIZER_FILE_PREFIXES, VOCABULARIES
 from model.decoder.config import is_native
 from model.decoder.devices import free_memory, out_of_memory_as_run_error
 from model.decoder.generation import sample
 from model.decoder.loading import stop_ids
+from model.files.write import file_sha256, replace_file
 from model.geometry import read_geometry
+from model.tokenizer import TOKENIZER_FILE_PREFIXES, VOCABULARIES
 
 TEMPERATURE, TOP_P = 1.0, 1.0
 """Chosen by docs/study.md, "What the merge is calibrated on"."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convert.calibration_text.choices import MAX_TOKENS, NONE, SELF, SHIPPED
+from convert.calibration_text.choices import MAX_TOKENS, NONE, SELF, SHIPPED, VALIDATION_EVERY
 from convert.calibration_text.text import CalibrationText, sha256_of_ids, split_name
 from convert.calibration_text.tokenizer import encode, find_bos_ids, open_fast_tokenizer
 from convert.errors import UnsupportedMethodError
@@ -21,8 +21,8 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.common.checks import is_whole_number
 from model.common.errors import CheckpointError, InputError
-from model.common.file_names import CALIBRATION_TOKENS
-from model.common.read_files import read_bytes_up_to
+from model.files.names import CALIBRATION_TOKENS
+from model.files.read import read_bytes_up_to
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.record import OR_NAME_IT
@@ -30,8 +30,8 @@ from model.texts.sources import TextFiles, find_files
 
 MAX_WINDOW_TOKENS = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
-MIN_WINDOWS = 4
-"""Minimum number of windows: every fourth is for validation."""
+MIN_WINDOWS = VALIDATION_EVERY
+"""Minimum number of windows, of which the last is for validation."""
 _PIECE_CHARACTERS = 1 << 16
 """Characters of a document that are tokenised at a time."""
 _READ_BYTES = 1 << 26
@@ -82,8 +82,8 @@ def read_calibration_text(checkpoint: Checkpoint, name: str, n_tokens: int) -> C
     window = min(read_context(checkpoint.config) or MAX_WINDOW_TOKENS, MAX_WINDOW_TOKENS)
     _check_n_tokens(n_tokens, window)
     n_windows, parts = n_tokens // window, _parts(name)
-    # Every fourth window is for validation (`layer_stream`), so the order's period must not divide four.
-    part_N = [(n + n // 4) % len(parts) for n in range(n_windows)]
+    # Each part is in turn in the windows for validation, also where the number of parts divides VALIDATION_EVERY.
+    part_N = [(n + n // VALIDATION_EVERY) % len(parts) for n in range(n_windows)]
     encode_text, bos_ids = _find_encoder(checkpoint, needs_tokenizer=SELF in parts)
     read_NT = np.zeros((n_windows, window), dtype=np.int64)
     for number, part in enumerate(parts):

@@ -9,9 +9,10 @@ from convert.errors import NO_TORCH, UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
-from model.common.files import copy_file, write_file
-from model.common.read_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_content
-from model.common.tokenizer import (
+from model.common.typed_json import parse_object
+from model.files.read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_content
+from model.files.write import copy_file, write_file
+from model.tokenizer import (
     TOKENIZER_FILE_PREFIXES,
     TOKENIZER_JSON,
     VOCABULARIES,
@@ -20,9 +21,8 @@ from model.common.tokenizer import (
     is_tiktoken,
     open_tokenizer,
     put_bos_first,
+    refusing_tokenizer_errors,
 )
-from model.common.tokenizer_errors import refusing_tokenizer_errors
-from model.common.typed_json import parse_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -60,7 +60,7 @@ def _compare_heads(checkpoint: "Checkpoint", figure: Path | None, quiet: bool) -
         report = report_heads(checkpoint, merges, progress)
     if figure is not None:
         from convert.inspection.figure import draw_png
-        from model.common.files import replace_file
+        from model.files.write import replace_file
 
         replace_file(figure, draw_png(report, printable(checkpoint.path.resolve().name)))
     return report

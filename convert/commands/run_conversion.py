@@ -21,9 +21,9 @@ from convert.planning.resolve_merge import MergeOptions, resolve_merge
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.common import console
 from model.common.errors import CheckpointError
-from model.common.file_names import CALIBRATION_TOKENS
-from model.common.files import lies_in
 from model.completeness import has_lm_head
+from model.files.names import CALIBRATION_TOKENS
+from model.files.paths import lies_in
 from model.geometry import Geometry
 from model.language_model import has_language_model
 

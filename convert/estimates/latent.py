@@ -14,6 +14,7 @@ from convert.calibration.latent_fit import KEY_WEIGHTS
 from convert.calibration.latent_queries import solve_queries
 from convert.calibration.latent_survey import SURVEY_TOKENS
 from convert.calibration.refine import EVALUATIONS
+from convert.calibration_text.choices import VALIDATION_EVERY
 from convert.estimates.timing import (
     FORWARDS_PER_TRAINED_TOKEN,
     fastest_seconds,
@@ -22,7 +23,7 @@ from convert.estimates.timing import (
 )
 from convert.latent.frequencies import SPACING_SHARES, even_pair_indices
 from convert.latent.matrices import LatentMatrices
-from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
+from convert.layers.layer_stream import CalibrationLayer, CalibrationWindows, open_layers
 from convert.planning.latent_plan import LatentPlan
 from model.checkpoint import Checkpoint
 from model.decoder.devices import computing_on

@@ -15,6 +15,7 @@ from convert.calibration.convert_layers import MAX_COMPARISON_TOKENS
 from convert.calibration.head_moments import KEY_QUERIES, KEYS_PER_GROUP_QUERY, HeadSums
 from convert.calibration.refine import EVALUATIONS
 from convert.calibration.refit_output import BLOCK
+from convert.calibration_text.choices import VALIDATION_EVERY
 from convert.estimates.timing import (
     FORWARDS_PER_TRAINED_TOKEN,
     fastest_seconds,
@@ -22,7 +23,7 @@ from convert.estimates.timing import (
     matmul_flops_per_second,
     mean_layer_parameters,
 )
-from convert.layers.layer_stream import VALIDATION_EVERY, CalibrationLayer, CalibrationWindows, open_layers
+from convert.layers.layer_stream import CalibrationLayer, CalibrationWindows, open_layers
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.methods import find_alternatives
 from convert.planning.merge_plan import MergePlan

@@ -12,7 +12,7 @@ import numpy as np
 from convert.layer_tensors.converted_layer import ConvertedLayer, GroupReport, LayerConversion
 from model.checkpoint import FLOAT_DTYPES
 from model.common.errors import RunError
-from model.common.files import sync_file
+from model.files.write import sync_file
 
 FINISHED = "finished"
 """An empty file in the folder of the layers, which says that all of them are written."""

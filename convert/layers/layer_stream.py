@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from convert.calibration_text.choices import VALIDATION_EVERY
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
 from convert.layers.native_layers import NativeModelLayers
@@ -28,17 +29,15 @@ from convert.layers.runnable_layer import HeadObserver, ModelLayers, RunnableLay
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
 from model.common.errors import CheckpointError
-from model.common.files import sync_file, sync_folder
 from model.decoder.config import is_native
 from model.families import find_family
+from model.files.write import sync_file, sync_folder
 
 _BATCH_TOKENS = 1024
 """Tokens per batch. Larger batches do not fit in a processor's cache."""
 
 _CHECKED_LENGTH = 8
 """Tokens of the text on which a model is tried."""
-
-VALIDATION_EVERY = 4
 
 States = NDArray[np.float32]
 

@@ -15,10 +15,10 @@ from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
 from model.common.errors import CheckpointError, InputError
-from model.common.file_names import CONVERSION_RECORD
-from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
-from model.common.staging import Staging
 from model.common.typed_json import check_types, json_bytes, parse_object
+from model.files.names import CONVERSION_RECORD
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
+from model.files.staging import Staging
 
 SCHEMA = 1
 

@@ -13,10 +13,10 @@ from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown
-from model.common.read_files import MAX_CONFIG_BYTES, read_content
+from model.files.names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
+from model.files.read import MAX_CONFIG_BYTES, read_content
 
 CARD_BEGIN, CARD_END = "<!-- groupwise: begin -->", "<!-- groupwise: end -->"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
-from model.common.file_names import UPTRAINING_RECORD
+from model.files.names import UPTRAINING_RECORD
 
 
 def copied_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, Path | bytes]:

@@ -8,9 +8,9 @@ from convert.output.groupwise_json import earlier_conversion
 from model.checkpoint import Checkpoint
 from model.checkpoint.hf_folder import MODEL_FILES, SKIPPED_FOLDERS, WEIGHTS, is_uptrain_output
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD, RUN_JSON
-from model.common.files import check_name, lies_in
-from model.common.staging import AREAS, Staging, check_out
+from model.files.names import CONVERSION_RECORD, RUN_JSON
+from model.files.paths import check_name, lies_in
+from model.files.staging import AREAS, Staging, check_out
 
 
 def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:

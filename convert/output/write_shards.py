@@ -15,16 +15,16 @@ import numpy as np
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.rounding import read_finite_rows, rounded
 from convert.merging.heads import merge_groups
-from convert.output.converted_layers import ConvertedLayerCache
+from convert.output.layer_cache import ConvertedLayerCache
 from convert.planning.plan import Plan
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import FLOAT_DTYPES, Array, Checkpoint, Span, TensorInfo
 from model.checkpoint.hub import sha256_in_cache
 from model.checkpoint.safetensors_writer import ShardFile, header_bytes
 from model.common.console import Advance
-from model.common.files import file_sha256
 from model.common.machine import available_memory
-from model.common.staging import Staging
+from model.files.staging import Staging
+from model.files.write import file_sha256
 
 COPY_BYTES = 64 << 20
 """Maximum bytes that one task copies."""

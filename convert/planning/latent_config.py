@@ -5,14 +5,14 @@ from typing import Any
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import rounded_weight
 from model.checkpoint import Checkpoint
+from model.checkpoint.hf_config import rope_entries
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON, LATENT_NORM_KEY
-from model.checkpoint.llama_config import rope_entries
 from model.checkpoint.tensor import TORCH_DTYPES
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import MAX_CONFIG_BYTES, read_content
 from model.common.typed_json import json_bytes, parse_object
 from model.decoder.config import LlamaConfig
 from model.families import Family
+from model.files.read import MAX_CONFIG_BYTES, read_content
 from model.geometry import Geometry
 
 MODEL_TYPE = "deepseek_v3"

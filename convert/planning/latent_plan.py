@@ -20,7 +20,7 @@ from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
 from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD
+from model.files.names import CONVERSION_RECORD
 
 
 @dataclass(frozen=True)

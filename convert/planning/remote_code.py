@@ -6,9 +6,9 @@ from typing import Any
 
 from model.checkpoint import Checkpoint
 from model.common.errors import CheckpointError
-from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.families import Family
 from model.families.family import CustomCode
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 
 
 @dataclass(frozen=True)

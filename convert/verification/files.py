@@ -12,9 +12,9 @@ from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_bytes
 from model.common.checks import is_finite, short_repr
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD
-from model.common.files import has_content
-from model.common.read_files import parse_json, starts_with_bom
+from model.files.names import CONVERSION_RECORD, MODEL_CARD
+from model.files.read import parse_json, starts_with_bom
+from model.files.write import has_content
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""

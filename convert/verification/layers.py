@@ -10,7 +10,7 @@ import numpy as np
 from convert.latent.recipe import LATENT
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.rounding import BFLOAT16, widen
-from convert.output.converted_layers import ConvertedLayerCache
+from convert.output.layer_cache import ConvertedLayerCache
 from convert.recipe import Recipe
 from convert.verification.comparison import Comparison
 from model.checkpoint import Array

@@ -16,7 +16,7 @@ from convert.verification.comparison import Findings
 from model.checkpoint import Checkpoint
 from model.common.checks import short_repr
 from model.common.errors import CheckpointError
-from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD
+from model.files.names import CALIBRATION_TOKENS, CONVERSION_RECORD
 
 
 def recorded_recipe(

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from convert.merging.heads import merge_groups
-from convert.output.converted_layers import ConvertedLayerCache
 from convert.output.groupwise_json import earlier_conversion, read_record
+from convert.output.layer_cache import ConvertedLayerCache
 from convert.output.write_shards import digest, scaled_rows
 from convert.planning.make_plan import make_plan
 from convert.planning.plan import Plan
@@ -35,8 +35,8 @@ from model.checkpoint.formats.safetensors import SafetensorsFolder
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
-from model.common.file_names import CONVERSION_RECORD, RUN_JSON, UPTRAINING_RECORD
-from model.common.files import file_sha256, has_content
+from model.files.names import CONVERSION_RECORD, RUN_JSON, UPTRAINING_RECORD
+from model.files.write import file_sha256, has_content
 
 PIECE = 8 << 20
 

@@ -8,7 +8,7 @@ from model.checkpoint.hub import find_in_cache
 from model.checkpoint.interface import Checkpoint, Shard, file_version
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
 from model.common.errors import CheckpointError
-from model.common.read_files import similar_path
+from model.files.paths import similar_path
 
 __all__ = ["FLOAT_DTYPES", "Array", "Checkpoint", "Shard", "Span", "TensorInfo", "open_checkpoint"]
 

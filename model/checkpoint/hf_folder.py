@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
-from model.common.file_names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
-from model.common.read_files import (
+from model.files.names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
+from model.files.paths import leads_outside, refuse_dangling, refuse_outside
+from model.files.read import (
     BOM,
     MAX_CONFIG_BYTES,
     MAX_LEVELS,
     check_regular,
     is_lfs_pointer,
-    leads_outside,
     parse_json,
     read_bytes_up_to,
-    refuse_outside,
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -223,8 +222,7 @@ def _reason_to_skip(path: Path, folder: Path) -> str | None:
 
     The text is empty if the name itself is the reason. Raises CheckpointError as `list_files` does.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
+    refuse_dangling(path)
     if any(fnmatch(path.name, pattern) for pattern in (SKIPPED_FOLDERS if path.is_dir() else SKIPPED_FILES)):
         return ""
     if path.relative_to(folder).as_posix() in OWN_FILES:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from model.common.errors import CheckpointError
-from model.common.read_files import similar_path
+from model.files.paths import similar_path
 
 # The hub's rule for names (huggingface_hub, `validate_repo_id`); a revision is a branch, a tag or a commit.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)

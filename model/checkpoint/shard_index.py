@@ -9,8 +9,8 @@ from pathlib import Path
 from model.checkpoint.hf_folder import INDEX, SINGLE
 from model.checkpoint.tied import COPIES_OF_SHARED, SHARED
 from model.common.errors import CheckpointError
-from model.common.files import is_plain_name
-from model.common.read_files import MAX_CONFIG_BYTES, check_regular, parse_json, read_bytes_up_to
+from model.files.paths import is_plain_name, refuse_dangling
+from model.files.read import MAX_CONFIG_BYTES, check_regular, parse_json, read_bytes_up_to
 
 SHARD = re.compile(r"(?P<begin>.+)-\d+-of-(?P<of>\d+)\.(?P<suffix>\w+)")
 
@@ -78,12 +78,6 @@ def _shard_set(name: str) -> tuple[str, ...]:
     """Return what the names of all shards of a model share: for a-00001-of-00003.bin, "a", "00003" and "bin"."""
     match = SHARD.fullmatch(name)
     return match.group("begin", "of", "suffix") if match else ()
-
-
-def refuse_dangling(path: Path) -> None:
-    """Raise CheckpointError if `path` is a dangling symlink."""
-    if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path} is a dangling symlink to {path.readlink()}; fetch the file again.")
 
 
 def _read_index(path: Path) -> dict[str, str]:

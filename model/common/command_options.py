@@ -13,7 +13,7 @@ import click
 from model.common.checks import MAX_COUNT, is_finite, short_repr
 from model.common.counts import parse_count
 from model.common.errors import InputError
-from model.common.files import home_problem
+from model.files.paths import home_problem
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])

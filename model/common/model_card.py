@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from model.common.file_names import UPTRAINING_RECORD
+from model.files.names import UPTRAINING_RECORD
 
 UPTRAINING_DETAILS = f"Details are in `{UPTRAINING_RECORD}`."
 """A sentence of an export's card, which the card of a later conversion changes: the file is not copied then."""

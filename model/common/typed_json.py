@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from model.common.checks import MAX_COUNT, is_finite, short_repr
 from model.common.errors import InputError
-from model.common.read_files import parse_json
+from model.files.read import parse_json
 
 T = TypeVar("T")
 

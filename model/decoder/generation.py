@@ -17,12 +17,11 @@ from model.common import checks, console
 from model.common.command_options import FiniteFloat, PathType, WholeNumber, device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError, InputError
-from model.common.tokenizer import open_tokenizer
-from model.common.tokenizer_errors import refusing_tokenizer_errors
 from model.decoder.devices import find_device
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
+from model.tokenizer import open_tokenizer, refusing_tokenizer_errors
 
 NOT_NATIVE = "this family runs in transformers' classes; generate with transformers instead."
 

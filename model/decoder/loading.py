@@ -20,12 +20,12 @@ from model.checkpoint.tensor import is_rope_buffer
 from model.checkpoint.tied import EMBEDDING, LM_HEAD
 from model.common import checks
 from model.common.errors import CheckpointError, InputError
-from model.common.read_files import MAX_CONFIG_BYTES, read_content
 from model.common.typed_json import parse_object
 from model.decoder.config import LlamaConfig, is_native, read_llama_config
 from model.decoder.llama import Block, LlamaForCausalLM
 from model.decoder.transformers_classes import build_hf_model, load_state
 from model.decoder.transformers_model import TransformersModel, load_hf_model
+from model.files.read import MAX_CONFIG_BYTES, read_content
 from model.geometry import read_geometry
 from model.language_model import InsideWrapper, open_language_model
 

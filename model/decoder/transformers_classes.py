@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from model.common import checks
 from model.common.errors import CheckpointError, InputError, RunError, is_device_error, is_out_of_memory, prefix_path
-from model.common.read_files import refuse_bom
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
+from model.files.read import refuse_bom
 from model.geometry import check_class_settings
 from model.language_model import read_language_config, wrapper_of
 

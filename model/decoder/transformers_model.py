@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.read_files import MAX_CONFIG_BYTES, check_size
 from model.decoder.losses import IGNORED, next_token_targets
 from model.decoder.masks import document_mask, document_positions
 from model.decoder.transformers_classes import build_hf_model, read_hf_config, refusing
 from model.families import FAMILIES
+from model.files.read import MAX_CONFIG_BYTES, check_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """What configs and classes of transformers call the kinds of layers."""

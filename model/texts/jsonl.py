@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
-from model.common.read_files import BOM, MAX_CONTAINERS, has_more_containers
+from model.files.read import BOM, MAX_CONTAINERS, has_more_containers
 from model.texts import compressed
 from model.texts.record import BLANK, Document, Piece, Problem, Record, document
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from model.checkpoint.hf_folder import is_uptrain_output
 from model.common.errors import InputError
-from model.common.files import check_name, home_problem, is_plain_name
-from model.common.read_files import MAX_CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, parse_json, read_bytes_up_to
-from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES
+from model.files.paths import check_name, home_problem, is_plain_name
+from model.files.read import MAX_CONFIG_BYTES, MAX_LEVELS, is_lfs_pointer, parse_json, read_bytes_up_to
 from model.texts import NEED_PYARROW, READERS, compressed, find_reader, format_of, jsonl
 from model.texts.hub import HUB, hub_files
+from model.tokenizer import TOKENIZER_JSON, VOCABULARIES
 
 ARROW = "arrow"
 

@@ -25,9 +25,9 @@ from typing import Any
 import click
 
 from model.common.errors import InputError, RunError
-from model.common.files import replace_file
 from model.common.machine import n_cores
 from model.common.plot_style import PLOT_STYLE
+from model.files.write import replace_file
 from scripts.bench.engines.client import ENGINES, GIB, Worker
 from scripts.bench.engines.models import FAMILIES, make_gguf, make_models
 from scripts.bench.machine import Row, describe_machine

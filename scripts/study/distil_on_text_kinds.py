@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from model.checkpoint import open_checkpoint
-from model.common.files import replace_file
+from model.files.write import replace_file
 from scripts.bench.machine import commit
 from scripts.study import programs
 from scripts.study.arms import append, weights_hash

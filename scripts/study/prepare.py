@@ -302,7 +302,7 @@ def fetch_model(external: ExternalParent, out: Path) -> None:
 
 def render_text_kinds(workspace: Workspace, model: Path, out: Path) -> None:
     """Copy the texts of all kinds, with chats rendered in the model's template."""
-    from model.common.tokenizer import open_tokenizer
+    from model.tokenizer import open_tokenizer
 
     assert workspace.text_kinds is not None  # check_home
     tokenizer, folder = open_tokenizer(model), _fresh(out.with_suffix(".partial"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from model.common.file_lock import FileLock, LockedError
+from model.files.lock import FileLock, LockedError
 from scripts.study.arms import missing_cases, work_on
 from scripts.study.plan import find_plan, read_plan
 from scripts.study.prepare import Step, Workspace, check_home, parent_steps, shared_steps

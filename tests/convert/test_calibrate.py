@@ -31,7 +31,7 @@ from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
-from model.common.tokenizer import open_tokenizer
+from model.tokenizer import open_tokenizer
 
 
 def test_record_and_verify(convert, parent, tmp_path, prose):

@@ -13,9 +13,9 @@ from sentencepiece import SentencePieceProcessor
 from tiny_tokenizers import make_sentencepiece, make_tokenizer
 
 from convert.calibration_text.read import read_calibration_text
+from model import tokenizer
 from model.checkpoint import open_checkpoint
-from model.common import tokenizer
-from model.common.tokenizer import open_tokenizer
+from model.tokenizer import open_tokenizer
 
 TOKENS = ("--calibration-tokens", 1024)
 FIT_RECORD = {"method": "fit", "refit": True, "refine": 1024}

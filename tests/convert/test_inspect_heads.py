@@ -207,7 +207,7 @@ def test_a_disk_that_fails_is_one_line(convert, source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("model.common.files.sync_file", full)
+    monkeypatch.setattr("model.files.write.sync_file", full)
     result = convert("inspect", source, "--heads", "--figure", tmp_path / "heads.png")
     assert (result.code, result.err) == (1, f"Error: [Errno 28] No space left on device: '{tmp_path}/heads.png'\n")
     assert not (tmp_path / "heads.png").exists()

@@ -8,8 +8,8 @@ import torch
 
 from convert.calibration import refit_output as refitting
 from convert.calibration.refit_output import RIDGE_PENALTIES, refit_output
+from convert.calibration_text.choices import VALIDATION_EVERY
 from convert.layer_tensors.head_matrices import HeadMatrices
-from convert.layers.layer_stream import VALIDATION_EVERY
 
 N_HEADS, HEAD_DIM, HIDDEN, WINDOW, N_WINDOWS = 4, 6, 20, 50, 12
 CPU = torch.device("cpu")

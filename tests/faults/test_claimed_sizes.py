@@ -12,7 +12,7 @@ from limits import bounded
 from safetensors_headers import write_headers
 
 from model.checkpoint import TensorInfo
-from model.common import read_files
+from model.files import read
 
 HUGE = 1 << 28
 
@@ -84,11 +84,11 @@ def test_very_many_lists_in_a_file(convert, tmp_path, name):
 
 
 def test_as_many_lists_as_the_shortest_entries_of_safetensors_have(monkeypatch):
-    monkeypatch.setattr(read_files, "MAX_CONTAINERS", 10)
+    monkeypatch.setattr(read, "MAX_CONTAINERS", 10)
     entry = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
     header = {chr(ord("a") + i): entry for i in range(20)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    assert read_files.parse_json(text) == header
+    assert read.parse_json(text) == header
     with pytest.raises(ValueError, match="more than 10 objects and lists in 81 bytes"):
-        read_files.parse_json(b"[" + b"[]," * 26 + b"0]")
-    assert read_files.parse_json(json.dumps("[" * 99).encode()) == "[" * 99
+        read.parse_json(b"[" + b"[]," * 26 + b"0]")
+    assert read.parse_json(json.dumps("[" * 99).encode()) == "[" * 99

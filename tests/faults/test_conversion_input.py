@@ -340,7 +340,7 @@ def test_not_enough_disk(refuse_source, monkeypatch):
 
 
 def test_second_conversion_at_the_same_time(convert, source, tmp_path):
-    from model.common.staging import Staging
+    from model.files.staging import Staging
 
     with Staging(tmp_path / "out"):
         convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out").refused("is being written by process")

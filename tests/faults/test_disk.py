@@ -62,7 +62,7 @@ def test_the_first_write_fails(writers, tmp_path, monkeypatch, name, place, numb
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", make)
         patch.setattr(os, "pwrite", write)
-        patch.setattr("model.common.files.sync_file", sync)
+        patch.setattr("model.files.write.sync_file", sync)
         result = writers[name][0]()
     advice = "make room" if number == errno.ENOSPC else "check the disk, or choose another folder"
     assert (result.code, result.err) == (

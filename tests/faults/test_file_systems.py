@@ -22,9 +22,10 @@ from commands import MEAN, left_behind
 from self_kill import run_self_killing
 
 from model.common.errors import InputError
-from model.common.file_lock import FileLock, LockedError
-from model.common.files import StoppedError, file_sha256, lies_in
-from model.common.staging import Staging
+from model.files.lock import FileLock, LockedError
+from model.files.paths import lies_in
+from model.files.staging import Staging
+from model.files.write import StoppedError, file_sha256
 from uptrain.runs.folder import locked
 
 LOCKS = {

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from model.checkpoint.formats.dcp.metadata import read_metadata
-from model.common.files import replace_file
+from model.files.write import replace_file
 from uptrain.checkpoints.files import checksum
 
 
@@ -145,7 +145,7 @@ def test_links_at_the_names_of_temporary_files_are_not_followed(hostile, tmp_pat
     """Whoever made RUN may have guessed the names."""
     run, _ = hostile
     (tmp_path / "precious").write_text("mine")
-    monkeypatch.setattr("model.common.files.secrets.token_hex", lambda n: "0" * 2 * n)
+    monkeypatch.setattr("model.files.write.secrets.token_hex", lambda n: "0" * 2 * n)
     for name in LINKED:
         for target in (tmp_path / "precious", tmp_path / "new"):
             link = run / f".{name}.00000000"

@@ -17,7 +17,7 @@ from self_kill import run_self_killing
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig
 
-from model.common.tokenizer import open_tokenizer
+from model.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 BY_WEIGHTS = ("--calibration", "none")

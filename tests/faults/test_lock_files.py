@@ -10,10 +10,10 @@ import pytest
 import tiny
 from commands import MEAN
 
-from model.common import file_lock
 from model.common.errors import CheckpointError, InputError, RunError
-from model.common.file_lock import FileLock
-from model.common.staging import Staging
+from model.files import lock
+from model.files.lock import FileLock
+from model.files.staging import Staging
 from uptrain.runs.folder import locked
 
 
@@ -101,7 +101,7 @@ def test_a_run_locked_by_another_machine_keeps_its_checkpoints(uptrain, finished
 
 def test_locking_ends_where_no_write_can_be_read_back(tmp_path, monkeypatch):
     """Some FUSE mounts show what is written only after the file is closed."""
-    monkeypatch.setattr(file_lock, "_read", lambda path: "")
+    monkeypatch.setattr(lock, "_read", lambda path: "")
     with pytest.raises(OSError, match="cannot be read back"), FileLock(tmp_path / "lock"):
         pass
     with pytest.raises(CheckpointError, match=r"cannot write beside .*cannot be read back"), Staging(tmp_path / "out"):

@@ -17,7 +17,7 @@ from commands import left_behind
 from self_kill import start_self_killing
 
 from model.common.errors import InputError
-from model.common.staging import Staging
+from model.files.staging import Staging
 from uptrain.data.prepare import work_units, workers
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.token_cache import TokenCache

@@ -12,7 +12,7 @@ import tiny
 from commands import MEAN, left_behind
 
 from model.common.errors import CheckpointError
-from model.common.staging import Staging
+from model.files.staging import Staging
 
 # What is on the disk when OUT appears
 
@@ -130,7 +130,7 @@ def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatc
 
     for name in ("write_bytes", "write_text"):
         monkeypatch.setattr(Path, name, full)
-    monkeypatch.setattr("model.common.staging.replace_file", full)
+    monkeypatch.setattr("model.files.staging.replace_file", full)
     for _ in range(2):
         with Staging(tmp_path / "out") as staging:
             staging.open({"input": 1})
@@ -247,7 +247,7 @@ def test_leftovers_that_cannot_be_removed_are_not_taken_for_new_work(convert, so
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("model.common.staging.shutil.rmtree", refuse)
+        patch.setattr("model.files.staging.shutil.rmtree", refuse)
         result = convert("mha-to-gqa", source, tmp_path / "out", *MEAN)
     assert result.code == 1
     assert "Device or resource busy" in result.err

@@ -19,7 +19,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from model.common.errors import InputError
-from model.common.tokenizer import open_tokenizer
+from model.tokenizer import open_tokenizer
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer

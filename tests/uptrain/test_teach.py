@@ -29,8 +29,8 @@ from real_runs import (
 )
 from tiny_tokenizers import make_tokenizer
 
-from model.common.files import tree_bytes
-from model.common.staging import Staging
+from model.files.staging import Staging
+from model.files.write import tree_bytes
 from uptrain.data import teacher_logits
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache

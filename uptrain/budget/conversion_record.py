@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.common.errors import CheckpointError, InputError
-from model.common.file_names import CONVERSION_RECORD, UPTRAINING_RECORD
-from model.common.read_files import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
+from model.files.names import CONVERSION_RECORD, UPTRAINING_RECORD
+from model.files.read import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
 
 
 class _Conversion(NamedTuple):

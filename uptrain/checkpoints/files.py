@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from model.common.errors import InputError
-from model.common.files import is_plain_name
-from model.common.read_files import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
+from model.files.paths import is_plain_name
+from model.files.read import MAX_CONFIG_BYTES, parse_json, read_bytes_up_to
 
 TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")

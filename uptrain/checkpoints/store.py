@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from model.common.errors import InputError, RunError
-from model.common.files import sync_file, sync_folder
-from model.common.read_files import leads_outside
+from model.files.paths import leads_outside
+from model.files.write import sync_file, sync_folder
 from uptrain.checkpoints.files import (
     FREE_SPACE_FACTOR,
     MANIFEST,

@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from model.checkpoint.formats.dcp.metadata import METADATA, FileRange, read_metadata
 from model.common.errors import InputError
-from model.common.read_files import check_regular
+from model.files.read import check_regular
 from uptrain.checkpoints.files import TENSORS
 
 StateDict = dict[str, Any]

@@ -7,8 +7,8 @@ import click
 
 from model.common import console
 from model.common.command_options import PathType, WholeNumber, json_option
-from model.common.file_names import METRICS
-from model.common.staging import check_room
+from model.files.names import METRICS
+from model.files.staging import check_room
 from uptrain.checkpoints.files import explain_removal
 from uptrain.commands.options import check_one_process
 from uptrain.distributed.signals import interruptible

@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.files import allow_open_files, is_plain_name
-from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import make, parse_object
+from model.files.paths import is_plain_name
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
+from model.files.write import allow_open_files
 from uptrain.data.mapped_files import map_array
 from uptrain.data.token_cache import DTYPES, Integers, TokenCache
 

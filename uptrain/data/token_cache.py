@@ -22,10 +22,11 @@ from model.checkpoint.hf_folder import is_uptrain_output
 from model.common import checks
 from model.common.console import Advance
 from model.common.errors import InputError
-from model.common.files import allow_open_files, file_sha256, is_plain_name
 from model.common.machine import n_cores
-from model.common.read_files import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
+from model.files.paths import is_plain_name
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
+from model.files.write import allow_open_files, file_sha256
 from uptrain.data.mapped_files import map_array
 
 MANIFEST, FORMAT, DTYPES = "manifest.json", 1, ("uint16", "uint32")

@@ -16,13 +16,13 @@ from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, ShardFile, d
 from model.checkpoint.tensor import numpy_dtype
 from model.common.console import Advance
 from model.common.errors import InputError
-from model.common.file_names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
-from model.common.files import copy_file, sync_tree, write_file
-from model.common.staging import new_folder
 from model.common.typed_json import json_bytes
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import THEIRS
+from model.files.names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
+from model.files.staging import new_folder
+from model.files.write import copy_file, sync_tree, write_file
 from model.language_model import InsideWrapper, WithLanguageModel, open_language_model, text_config_key
 from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
 from uptrain.export.model_card import model_card

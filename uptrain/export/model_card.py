@@ -5,10 +5,11 @@ from typing import Any
 
 from model.checkpoint.hf_folder import read_config
 from model.common.counts import format_count
-from model.common.file_names import MODEL_CARD
 from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
 from model.common.printable import markdown, markdown_code
-from model.common.read_files import MAX_CONFIG_BYTES, leads_outside, read_bytes_up_to
+from model.files.names import MODEL_CARD
+from model.files.paths import leads_outside
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
 from uptrain.report.history import conversion_cost, format_recovered, recovered_fraction

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError, prefix_path
-from model.common.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from model.completeness import check_lm_head
 from model.decoder.loading import LanguageModel
 from model.decoder.transformers_classes import names_in_files
 from model.decoder.transformers_model import TransformersModel
 from model.language_model import open_language_model, read_language_config, wrapper_of
+from model.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from uptrain.distributed.collectives import all_reduce_sum
 from uptrain.models.load import build_meta_from_config, build_meta_from_folder, make_trainable, tensor_shapes
 from uptrain.models.trainable_parts import part_pattern

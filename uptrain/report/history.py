@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.common.console import warn
-from model.common.file_names import METRICS
+from model.files.names import METRICS
 from uptrain.budget.conversion_record import was_uptrained
 from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.training.loss_rise import MEASURABLE, rise_warning

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.common.errors import InputError
-from model.common.files import replace_file
 from model.common.printable import printable
+from model.files.write import replace_file
 from uptrain.report.figures import draw_png, draw_svgs
 from uptrain.report.history import History
 from uptrain.report.html import GENERATOR, make_page

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model.common.file_names import METRICS
 from model.common.processes import is_running, pid_namespace
+from model.files.names import METRICS
 from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
 from uptrain.runs.folder import CHECKPOINTS

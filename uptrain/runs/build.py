@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from model.common.file_names import METRICS
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import LanguageModel
+from model.files.names import METRICS
 from uptrain.checkpoints.store import CheckpointStore
 from uptrain.data.checks import check_caches
 from uptrain.data.teacher_logits import TeacherLogits

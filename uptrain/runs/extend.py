@@ -5,8 +5,9 @@ from pathlib import Path
 
 from model.checkpoint.formats.dcp.metadata import METADATA, read_metadata
 from model.common.errors import InputError
-from model.common.file_names import METRICS
-from model.common.files import check_name, copy_file
+from model.files.names import METRICS
+from model.files.paths import check_name
+from model.files.write import copy_file
 from uptrain.budget.budget import BudgetOptions, steps_of
 from uptrain.checkpoints.files import (
     MANIFEST,

@@ -10,11 +10,12 @@ from typing import Any
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.file_lock import FileLock, LockedError
-from model.common.file_names import METRICS, RUN_JSON
-from model.common.files import remove_temporary_files
-from model.common.read_files import MAX_CONFIG_BYTES, leads_outside, read_bytes_up_to
 from model.common.typed_json import check_types, make, parse_object
+from model.files.lock import FileLock, LockedError
+from model.files.names import METRICS, RUN_JSON
+from model.files.paths import leads_outside
+from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
+from model.files.write import remove_temporary_files
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 

@@ -14,10 +14,10 @@ from accelerate import PartialState
 
 from model.common.console import echo, warn
 from model.common.errors import InputError
-from model.common.file_names import METRICS, RUN_JSON
 from model.common.launcher_variables import world_size
 from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, torch_has_packed_attention
 from model.decoder.config import is_native, read_llama_config
+from model.files.names import METRICS, RUN_JSON
 from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning

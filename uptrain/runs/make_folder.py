@@ -10,10 +10,11 @@ from typing import Any
 
 from model.checkpoint.hf_folder import list_files
 from model.common.errors import InputError
-from model.common.file_names import CONVERSION_RECORD, MODEL_CARD, RUN_JSON
-from model.common.files import copy_file, lies_in, sync_tree, write_file
-from model.common.staging import check_out, new_folder
 from model.common.typed_json import json_bytes
+from model.files.names import CONVERSION_RECORD, MODEL_CARD, RUN_JSON
+from model.files.paths import lies_in
+from model.files.staging import check_out, new_folder
+from model.files.write import copy_file, sync_tree, write_file
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state

@@ -6,8 +6,8 @@ from typing import Any
 
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.common.files import check_name
 from model.common.launcher_variables import world_size
+from model.files.paths import check_name
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
 from uptrain.budget.conversion_record import conversion_method, source_names

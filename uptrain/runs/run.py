@@ -25,12 +25,12 @@ from accelerate import Accelerator
 from model.common.console import echo, format_bytes, warn
 from model.common.counts import counted, format_count
 from model.common.errors import InputError
-from model.common.file_lock import FileLock
-from model.common.file_names import RUN_JSON
-from model.common.files import replace_file
 from model.common.processes import pid_namespace, process_start
 from model.common.typed_json import json_bytes
 from model.decoder.devices import fast_float32_matmul
+from model.files.lock import FileLock
+from model.files.names import RUN_JSON
+from model.files.write import replace_file
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint

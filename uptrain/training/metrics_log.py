@@ -16,9 +16,9 @@ from typing import Any
 from model.common import checks
 from model.common.console import null_non_finite
 from model.common.errors import InputError
-from model.common.files import replace_file
-from model.common.read_files import check_regular
 from model.common.typed_json import check_types, parse_object
+from model.files.read import check_regular
+from model.files.write import replace_file
 
 Record = dict[str, Any]
 Number = float | None

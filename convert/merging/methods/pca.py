@@ -26,7 +26,7 @@ def merge(moments: Moments) -> Maps:
     """Return the maps of one group to its first principal components."""
     keys_DF, queries_HDD = share_keys(moments)
     size = moments.head_dim
-    values_DF, outputs_HDD = share(moments.outputs_HDD, moments.values_FF, size)
+    values_DF, outputs_HDD = best_shared_heads(moments.outputs_HDD, moments.values_FF, size)
     return Maps(keys_DF, queries_HDD, values_DF, outputs_HDD)
 
 
@@ -54,7 +54,7 @@ def _share_unrotated(moments: Moments, keys_DF: Real, queries_HDD: Real) -> None
         return
     columns = np.concatenate([np.arange(size)[unrotated] + k * size for k in range(moments.n_keys)])
     keys_FF = moments.keys_FF[np.ix_(columns, columns)]
-    shared, backs = share(moments.queries_HDD[:, unrotated, unrotated], keys_FF, n_unrotated)
+    shared, backs = best_shared_heads(moments.queries_HDD[:, unrotated, unrotated], keys_FF, n_unrotated)
     if moments.raw_keys_FF is not None:
         shared, backs = _as_long_as_heads(shared, backs)
     keys_DF[unrotated, columns] = shared
@@ -91,7 +91,7 @@ def _first_components(pairs_PKK: Complex, weights_KP: Real) -> tuple[Complex, Co
     return (mix_PK * scale_P1).T, (first_PK / weights_PK / scale_P1).T
 
 
-def share(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
+def best_shared_heads(metric_HDD: Real, heads_FF: Real, size: int) -> tuple[Real, Real]:
     """Return the map [size, F] of all heads to the best shared one, and the maps `back` [H, D, size] from it to each.
 
     The best head minimises Σ_h E|x_h − back_h · shared|² in each query head's metric. It has the heads' mean power.

@@ -21,7 +21,7 @@ from model.checkpoint.tensor import BITS, Array, Span, TensorInfo, numpy_dtype
 from model.common import checks
 from model.common.checks import MAX_COUNT
 from model.common.errors import CheckpointError
-from model.common.read_files import parse_json
+from model.files.read import parse_json
 
 MAX_HEADER, MAX_AXES = 100_000_000, 64
 _OPENING = Lock()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from model.common import console
 from model.common.errors import InputError
-from model.common.staging import Staging
+from model.files.staging import Staging
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.quotas import SourceQuota
 from uptrain.data.prepare.tokenise import stop_message

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from model.common.errors import InputError
-from model.common.files import file_sha256
 from model.common.machine import n_cores
-from model.common.staging import Staging
+from model.files.staging import Staging
+from model.files.write import file_sha256
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord
 from uptrain.machine_shards import open_machine_shards

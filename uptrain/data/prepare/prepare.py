@@ -13,7 +13,7 @@ from typing import Any
 
 from model.common.console import warn
 from model.common.errors import InputError
-from model.common.staging import check_out
+from model.files.staging import check_out
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.build import CacheBuild
 from uptrain.data.prepare.publish import INPUTS, CacheFormat, publish

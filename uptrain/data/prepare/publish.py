@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from model.common import console
-from model.common.files import file_sha256, sync_file, write_file
-from model.common.staging import Staging
+from model.files.staging import Staging
+from model.files.write import file_sha256, sync_file, write_file
 from uptrain.data.prepare.build import CacheBuild, check_bad
 from uptrain.data.prepare.quotas import Records, finalise_quotas, left_out_warning
 from uptrain.data.prepare.sources import Source

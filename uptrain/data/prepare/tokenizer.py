@@ -13,8 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from model.common.errors import InputError
-from model.common.tokenizer import TOKENIZER_JSON, VOCABULARIES, find_leading_ids, open_tokenizer
-from model.common.tokenizer_errors import refusing_tokenizer_errors
+from model.tokenizer import TOKENIZER_JSON, VOCABULARIES, find_leading_ids, open_tokenizer, refusing_tokenizer_errors
 
 MAX_WHITE_SPACE = 2
 """Tokens of white space that may follow an end-of-sequence token in a text."""

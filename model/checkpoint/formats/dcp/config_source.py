@@ -10,8 +10,8 @@ from model.checkpoint.formats.dcp.names import FrameworkNames
 from model.checkpoint.formats.dcp.olmo_core import is_olmo_core, olmo2_config
 from model.checkpoint.tensor import TensorInfo
 from model.common.errors import CheckpointError
-from model.common.file_names import RUN_JSON
 from model.common.typed_json import json_bytes
+from model.files.names import RUN_JSON
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from model.checkpoint.formats.pickles import check_pickle
 from model.checkpoint.formats.torch_file import DTYPES
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.files import is_plain_name
-from model.common.read_files import read_bytes_up_to
+from model.files.paths import is_plain_name
+from model.files.read import read_bytes_up_to
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from model.checkpoint.llama_config import dtype_settings, rope_entries
+from model.checkpoint.hf_config import dtype_settings, rope_entries
 from model.checkpoint.tensor import TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError

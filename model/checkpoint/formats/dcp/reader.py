@@ -20,13 +20,13 @@ from model.checkpoint.formats.dcp.names import find_framework
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.formats.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.formats.torch_file import DTYPES, TORCH_READER_BYTES, read_piece
+from model.checkpoint.hf_config import dtype_settings
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.llama_config import dtype_settings
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
-from model.common.files import allow_open_files
 from model.common.typed_json import json_bytes
+from model.files.write import allow_open_files
 
 
 class DistributedFolder(Checkpoint):

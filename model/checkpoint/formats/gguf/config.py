@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from model.checkpoint.llama_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_entries
+from model.checkpoint.hf_config import dtype_settings, llama3_scaling, llama_config, qwen2_config, rope_entries
 from model.checkpoint.tensor import Array, TensorInfo
 from model.common import checks
 from model.common.errors import CheckpointError

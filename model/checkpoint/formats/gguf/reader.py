@@ -24,9 +24,9 @@ from model.checkpoint.hf_folder import refuse_lfs_pointer
 from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
-from model.common.file_names import MODEL_CARD
 from model.common.printable import markdown
 from model.common.typed_json import json_bytes
+from model.files.names import MODEL_CARD
 
 NOT_QUANTISED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 

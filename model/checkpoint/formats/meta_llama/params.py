@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.llama_config import llama3_scaling
+from model.checkpoint.hf_config import llama3_scaling
 from model.common import checks
 from model.common.errors import CheckpointError
-from model.common.read_files import read_json
+from model.files.read import read_json
 
 PARAMS = "params.json"
 

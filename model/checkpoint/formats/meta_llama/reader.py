@@ -14,15 +14,14 @@ from model.checkpoint.formats.meta_llama.model_parallel import ParallelLayout
 from model.checkpoint.formats.meta_llama.params import PARAMS, Params
 from model.checkpoint.formats.tensor_blocks import whole_rows
 from model.checkpoint.formats.torch_file import TORCH_READER_BYTES, read_tensors
+from model.checkpoint.hf_config import dtype_settings, llama_config, rope_entries
 from model.checkpoint.hf_folder import list_files
 from model.checkpoint.interface import Checkpoint, Shard
-from model.checkpoint.llama_config import dtype_settings, llama_config, rope_entries
-from model.checkpoint.shard_index import refuse_dangling
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
-from model.common.read_files import leads_outside
-from model.common.tokenizer import is_tiktoken
 from model.common.typed_json import json_bytes
+from model.files.paths import leads_outside, refuse_dangling
+from model.tokenizer import is_tiktoken
 
 _SENTENCEPIECE_SETTINGS = {
     "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,

@@ -1,7 +1,6 @@
 """Read files of checkpoints without trusting their sizes and links."""
 
 import codecs
-import difflib
 import json
 import os
 import re
@@ -31,14 +30,6 @@ with this limit all containers take at most about 16 times the size of the file;
 """
 LFS_POINTER = b"version https://git-lfs"
 """Start of the file that a clone without git-lfs has in the place of a large file."""
-
-
-def similar_path(path: Path) -> Path | None:
-    """Return the neighbour of a missing path with the most similar name, as a suggestion; None if none is similar."""
-    if not os.access(path.parent, os.R_OK | os.X_OK) or not path.parent.is_dir():
-        return None
-    names = difflib.get_close_matches(path.name, [neighbour.name for neighbour in path.parent.iterdir()], n=1)
-    return path.parent / names[0] if names else None
 
 
 def check_size(path: Path, limit: int) -> None:
@@ -132,25 +123,3 @@ def has_more_containers(text: bytes, most: int) -> bool:
 
 def _n_brackets(text: bytes) -> int:
     return text.count(b"{") + text.count(b"[")
-
-
-def leads_outside(path: Path, folder: Path) -> bool:
-    """Return whether `path`, in `folder` or below it, is a symlink to a place outside the folder.
-
-    A snapshot in the Hugging Face cache (`models--X--Y/snapshots/REVISION`) and its subfolders consist of links into
-    the `blobs` folder of the model; those count as inside.
-    """
-    home, target = folder.resolve(), path.resolve()
-    if target.is_relative_to(home):
-        return False
-    models = (p.parent.parent for p in (home, *home.parents) if p.parent.name == "snapshots")
-    return not any(model.name.startswith("models--") and target.is_relative_to(model / "blobs") for model in models)
-
-
-def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise CheckpointError if `path`, whose content is copied, is a symlink out of `folder`."""
-    if leads_outside(path, folder):
-        raise CheckpointError(
-            f"{path} is a symlink out of its folder, to {path.resolve()}; files for the output must lie in "
-            "the folder itself: copy the file there."
-        )

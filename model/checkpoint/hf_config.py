@@ -1,4 +1,4 @@
-"""Build a Llama's or Qwen 2's `config.json` for formats without one, in the spellings of transformers 4 and 5."""
+"""Build a `config.json` (Llama, Qwen 2) for formats without one, in the spellings of transformers 4 and 5."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -16,8 +16,6 @@ from model.common.errors import InputError
 
 _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
-MAX_NAME = 255
-"""Largest number of bytes in a file name on Linux and macOS file systems."""
 _HASHED_BYTES = 1 << 20
 _BLOCK = 512
 """Bytes of a block of `st_blocks` (POSIX)."""
@@ -109,20 +107,6 @@ def allow_open_files(n: int) -> None:
         ) from error
 
 
-def lies_in(path: Path, folder: Path) -> bool:
-    """Return whether a path is a folder or lies inside it, however the two are spelled.
-
-    Names alone do not tell on a disk that ignores case, or that is mounted twice.
-    """
-    path, folder = path.resolve(), folder.resolve()
-    if path.is_relative_to(folder):
-        return True
-    with suppress(OSError):  # no folder, or one that may not be read
-        identity = folder.stat()
-        return any(os.path.samestat(each.stat(), identity) for each in (path, *path.parents) if each.exists())
-    return False
-
-
 def tree_bytes(folder: Path) -> int:
     """Return the bytes that all files below a folder take on the disk, less where they have holes; 0 if there is none.
 
@@ -166,30 +150,3 @@ def sync_tree(folder: Path, synced: str | None = None) -> None:
             sync_folder(path)
         elif path.suffix != synced:
             sync_file(path)
-
-
-def check_name(path: Path, what: str, longest: int = MAX_NAME) -> None:
-    """Raise InputError if a path is not UTF-8, which JSON requires, or its last part has more than `longest` bytes."""
-    shown = os.fsencode(path).decode(errors="backslashreplace")
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{what} ({shown}) has a name that is not UTF-8; rename it.") from error
-    if len(os.fsencode(path.name)) > longest:
-        raise InputError(f"{what} ({shown}) has a name of more than {longest} bytes; choose a shorter one.")
-
-
-def home_problem(path: str) -> str:
-    """Return why a path that begins with ~ is refused, "" for any other. Only a shell replaces ~, and not after `=`."""
-    if not path.startswith("~"):
-        return ""
-    return f"{path} begins with ~, which was not replaced; write the whole path (in a shell, $HOME/…), or ./{path}."
-
-
-def is_plain_name(name: str) -> bool:
-    """Return whether a name can be that of a file directly in a folder: not a path, in UTF-8, not too long."""
-    is_path = not name or "\0" in name or name in (".", "..") or Path(name).name != name
-    try:
-        return not is_path and len(name.encode()) <= MAX_NAME
-    except UnicodeEncodeError:
-        return False

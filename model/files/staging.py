@@ -1,7 +1,7 @@
 """Write output folders atomically and resumably: a staging area beside OUT, a journal, and one rename at the end.
 
     .OUT.groupwise/             removed once OUT is complete
-        lock                    see `model.common.file_lock.FileLock`
+        lock                    see `model.files.lock.FileLock`
         journal.jsonl           first line: digests of the command's inputs; then a line per finished piece
         folder/                 becomes OUT
         scratch/                intermediate results
@@ -28,8 +28,9 @@ from uuid import uuid4
 
 from model.common import console
 from model.common.errors import CheckpointError
-from model.common.file_lock import FileLock, LockedError
-from model.common.files import MAX_NAME, check_name, remove_temporary_files, replace_file, sync_folder
+from model.files.lock import FileLock, LockedError
+from model.files.paths import MAX_NAME, check_name
+from model.files.write import remove_temporary_files, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
 AREAS = f"{_PREFIX}*{_SUFFIX}"

@@ -3,16 +3,16 @@
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from model.common.checks import is_whole_number
-from model.common.errors import CheckpointError
-from model.common.files import is_plain_name
-from model.common.read_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, check_size, read_json, refuse_bom
-from model.common.tokenizer_errors import refusing_tokenizer_errors
+from model.common.errors import CheckpointError, InputError
+from model.files.paths import is_plain_name
+from model.files.read import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, check_size, read_json, refuse_bom
 
 TOKENIZER_JSON = "tokenizer.json"
 """The file of a complete fast tokenizer. If it exists, the vocabularies of slow tokenizers are not read."""
@@ -214,3 +214,20 @@ def _own_code(folder: Path) -> str:
         if code:
             return str(code)
     return ""
+
+
+@contextmanager
+def refusing_tokenizer_errors(message: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    """Raise an InputError, `message` and the reason, in place of what the library raises. Lack of memory passes.
+
+    Its Rust code may panic, for instance if a regular expression takes too many steps on a text. That raises a
+    `pyo3_runtime.PanicException`, which is no Exception, and cannot be pickled.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:  # the library raises no narrower class
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{message} ({' '.join(str(error).split())}).") from error
