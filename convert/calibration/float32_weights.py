@@ -18,7 +18,7 @@ from convert.latent.matrices import LatentMatrices
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.head_matrices import HeadMatrices, Real, join_heads, split_heads
 from convert.layers.runnable_layer import HeadWeights
-from convert.merging.layer import LayerMerge, attention_of
+from convert.merging.layer import LayerMerge, output_attention
 
 AnyMatrices = TypeVar("AnyMatrices", HeadMatrices, LatentMatrices)
 AnyWeights = TypeVar("AnyWeights", HeadWeights, LatentWeights)
@@ -86,7 +86,7 @@ def converted_weights(conversion: LayerConversion, tensors: dict[str, Real]) -> 
     if isinstance(conversion, LatentConversion):
         return latent_weights(conversion.latent_of(tensors), conversion.target.frequencies_C)
     assert isinstance(conversion, LayerMerge)
-    return head_weights(attention_of(tensors, conversion, conversion.output_heads))
+    return head_weights(output_attention(tensors, conversion))
 
 
 def with_output(matrices: AnyMatrices, o_MC: Real) -> AnyMatrices:

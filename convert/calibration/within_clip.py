@@ -20,7 +20,7 @@ from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.clipping import find_clip, scale_into_clip
-from convert.merging.layer import LayerMerge, attention_of, finish_layer, read_attention
+from convert.merging.layer import LayerMerge, finish_layer, output_attention, read_attention
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.console import Advance
@@ -54,7 +54,7 @@ def _merge(
     converted = merge_layer(checkpoint, merges, advance, layer)
     merge = merges[layer.index]
     tensors = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
-    merged = attention_of(tensors, merge, merge.output_heads)
+    merged = output_attention(tensors, merge)
     scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
     clipped = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)

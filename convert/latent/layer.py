@@ -11,16 +11,13 @@ from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.head_matrices import HeadMatrices, Real, split_heads
-from convert.layer_tensors.rounding import read_finite, rounded
+from convert.layer_tensors.rounding import DTYPE_ADVICE, read_finite, rounded
 from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from convert.latent.recipe import LatentRecipe
     from model.attention_layout import Heads
     from model.checkpoint import Checkpoint
-
-DTYPE_ADVICE = "give --dtype bfloat16"
-"""What to do if a number is too large for the output's dtype."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from model.checkpoint import Array, Checkpoint
 from model.common.errors import CheckpointError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPE_ADVICE = "use --dtype bfloat16"
+"""What to do if a number of latent attention is too large for the output's dtype."""
 
 
 def widen(values: Array) -> Array:

@@ -124,7 +124,7 @@ def merge_with_maps(attention: HeadMatrices, moments: list[Moments], maps: list[
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> HeadMatrices:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
     tensors = {name: read_finite(checkpoint, name) for name in merge.tensors}
-    return attention_of(tensors, merge, merge.source_heads)
+    return _attention(tensors, merge, merge.source_heads)
 
 
 def finish_layer(
@@ -142,8 +142,13 @@ def finish_layer(
     return ConvertedLayer(tensors, reports)
 
 
-def attention_of(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> HeadMatrices:
-    """Return the attention with these tensors, by name. `heads`: `merge.source_heads`, or `merge.output_heads`."""
+def output_attention(tensors: dict[str, Real], merge: LayerMerge) -> HeadMatrices:
+    """Return the attention of the output with these tensors, by name."""
+    return _attention(tensors, merge, merge.output_heads)
+
+
+def _attention(tensors: dict[str, Real], merge: LayerMerge, heads: tuple[Heads, ...]) -> HeadMatrices:
+    """Return the attention with these tensors, whose heads are `merge.source_heads` or `merge.output_heads`."""
     sizes, order = merge.sizes, merge.half_split_order
     rows = [_rows(tensors, each) for each in heads[:3]]
     if len(heads) > 3:

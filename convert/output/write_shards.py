@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from convert.layer_tensors.converted_layer import ConvertedLayer
-from convert.layer_tensors.rounding import read_finite_rows, rounded
+from convert.layer_tensors.rounding import DTYPE_ADVICE, read_finite_rows, rounded
 from convert.merging.heads import merge_groups
 from convert.output.layer_cache import ConvertedLayerCache
 from convert.planning.plan import Plan
@@ -240,7 +240,7 @@ def scaled_rows(checkpoint: Checkpoint, output: TensorInfo, scaled: Scaled) -> I
     dtype = FLOAT_DTYPES[output.dtype]
     for start, stop in checkpoint.tensors[scaled.source].row_blocks(ROW_BLOCK_BYTES):
         exact = read_finite_rows(checkpoint, scaled.source, start, stop)
-        yield start, rounded(output.name, exact * scaled.factor, dtype, "use --dtype bfloat16")
+        yield start, rounded(output.name, exact * scaled.factor, dtype, DTYPE_ADVICE)
 
 
 def digest(values: Array) -> str:
