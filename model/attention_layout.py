@@ -38,7 +38,7 @@ class Heads:
     """All heads of one kind in the weights, biases or norms of one attention module."""
 
     kind: Kind
-    tensors: tuple[str, ...]
+    tensor_names: tuple[str, ...]
     """The tensor that holds the heads as rows, or one tensor per head."""
     first_row: int
     """Number of rows before the first head; above 0 only in a fused projection."""
@@ -52,21 +52,21 @@ class Heads:
     @property
     def label(self) -> str:
         """A unique name. The tensor's name is not enough where heads of several kinds share a tensor."""
-        return f"{self.tensors[0]} {self.kind}" if self.first_row else self.tensors[0]
+        return f"{self.tensor_names[0]} {self.kind}" if self.first_row else self.tensor_names[0]
 
     @property
     def rows(self) -> NDArray[np.intp]:
         """The rows of all heads, in the heads' order; for heads in one tensor."""
-        assert len(self.tensors) == 1
+        assert len(self.tensor_names) == 1
         starts = np.array([self.tensor_and_row(head)[1] for head in range(self.n)], dtype=np.intp)
         return (starts[:, None] + np.arange(self.rows_per_head)).flatten()
 
     def tensor_and_row(self, head: int) -> tuple[str, int]:
         """Return the tensor that holds a head, and the head's first row in that tensor."""
-        if len(self.tensors) > 1:
-            return self.tensors[head], 0
+        if len(self.tensor_names) > 1:
+            return self.tensor_names[head], 0
         block, head_in_block = divmod(head, self.heads_per_block)
-        return self.tensors[0], self.first_row + block * self.rows_per_block + head_in_block * self.rows_per_head
+        return self.tensor_names[0], self.first_row + block * self.rows_per_block + head_in_block * self.rows_per_head
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make_layer_layout(family: Family, sizes: Sizes) -> LayerLayout:
 
 
 def _prefixed(prefix: str, heads: Heads) -> Heads:
-    return replace(heads, tensors=tuple(prefix + part for part in heads.tensors))
+    return replace(heads, tensor_names=tuple(prefix + part for part in heads.tensor_names))
 
 
 def _one_attention(family: Family, sizes: Sizes) -> LayerLayout:
@@ -125,7 +125,7 @@ def projections(family: Family, sizes: Sizes, parameter: str, prefix: str) -> tu
     """
     if family.names.fused:
         _, heads = _fused(family, sizes)
-        q, k, v = (_prefixed(prefix, each) for each in heads if each.tensors[0].endswith(parameter))
+        q, k, v = (_prefixed(prefix, each) for each in heads if each.tensor_names[0].endswith(parameter))
         return q, k, v
     q, k, v = (
         _contiguous(kind, (f"{prefix}{name}.{parameter}",), sizes.head_dim, n)
@@ -261,7 +261,7 @@ def find_attention(family: Family, sizes: Sizes, layers: Layers) -> ModelLayout:
     for layer, parts in sorted(layers.items()):
         _check_layer(layer, layout, parts, present)
         prefix = _layer_prefix(parts)
-        entries += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensors[0] in parts]
+        entries += [(prefix, i) for i, heads in enumerate(layout.heads) if heads.tensor_names[0] in parts]
     return ModelLayout(family, sizes, tuple(entries))
 
 
@@ -287,18 +287,18 @@ def _check_layer(layer: int, layout: LayerLayout, parts: Mapping[str, TensorInfo
                 "tensor, or correct the number of heads."
             )
     for heads in layout.heads:
-        if present.intersection(heads.tensors):
+        if present.intersection(heads.tensor_names):
             _check_heads(layer, heads, parts)
 
 
 def _check_heads(layer: int, heads: Heads, parts: Mapping[str, TensorInfo]) -> None:
     """Raise CheckpointError unless a layer has all of these heads in one dtype."""
-    for part in heads.tensors:
+    for part in heads.tensor_names:
         if part not in parts:
             raise CheckpointError(f"layer {layer} has no {part}, as others have; the checkpoint is incomplete.")
-    if len({parts[part].dtype for part in heads.tensors}) > 1:
+    if len({parts[part].dtype for part in heads.tensor_names}) > 1:
         raise CheckpointError(
-            f"layer {layer} has {heads.tensors[0]} and its neighbours in different dtypes, which cannot be merged."
+            f"layer {layer} has {heads.tensor_names[0]} and its neighbours in different dtypes, which cannot be merged."
         )
 
 

@@ -140,8 +140,8 @@ def _report_layer(attention: HeadMatrices, merge: LayerMerge, groups: list[int])
     return LayerHeads(
         number,
         KeysValues(
-            _raw_cosine(attention.k_KDX, merge.source_heads[1].tensors[0]),
-            _raw_cosine(attention.v_KDX, merge.source_heads[2].tensors[0]),
+            _raw_cosine(attention.k_KDX, merge.source_heads[1].tensor_names[0]),
+            _raw_cosine(attention.v_KDX, merge.source_heads[2].tensor_names[0]),
         ),
         *_similarities(whole),
         {method: {n: _loss(split_groups(whole, n), maps) for n in groups} for method, maps in _MERGES.items()},

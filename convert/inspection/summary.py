@@ -140,7 +140,7 @@ def _group_row(checkpoint: Checkpoint, geometry: Geometry, groups: int) -> dict[
     kv_bytes = 0
     for heads in geometry.attention.heads(geometry.n_kv_heads):
         if heads.kind != "q":
-            tensor = checkpoint.tensors[heads.tensors[0]]  # any of the tensors that hold them, for its row size
+            tensor = checkpoint.tensors[heads.tensor_names[0]]  # any of the tensors that hold them, for its row size
             kv_bytes += heads.n * heads.rows_per_head * (tensor.nbytes // tensor.shape[0])
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     sizes = [n for n in TENSOR_PARALLEL if geometry.n_heads % n == 0]

@@ -56,7 +56,7 @@ class LatentConversion:
         return q, k, v, o
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """All tensors of the converted layer."""
         return (*self.names.weights, *self.names.biases)
 

@@ -35,7 +35,7 @@ class LayerConversion(Protocol):
     @property
     def recipe(self) -> Recipe: ...
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """All tensors of the output's layer."""
         ...
 

@@ -47,7 +47,8 @@ def load_layer(conversion: LayerConversion, folder: Path) -> ConvertedLayer:
             n_clipped, n_values = map(int, file["clipped"])
             dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
             tensors = {
-                name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in conversion.tensors
+                name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1])
+                for name in conversion.tensor_names
             }
     except (BadZipFile, EOFError, FileNotFoundError, KeyError, ValueError) as error:
         for left in (folder / FINISHED, path):

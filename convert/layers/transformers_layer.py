@@ -163,8 +163,8 @@ class TransformersLayer(ObservedLayer):
             columns = slice(0, n_inputs) if parameter == "weight" else n_inputs
             if parameter == "bias" and rows[0].shape[1] == n_inputs:
                 continue
-            for name in dict.fromkeys(each.tensors[0] for each in heads):
-                sharing = [i for i, each in enumerate(heads) if each.tensors[0] == name]
+            for name in dict.fromkeys(each.tensor_names[0] for each in heads):
+                sharing = [i for i, each in enumerate(heads) if each.tensor_names[0] == name]
                 joined = torch.cat([rows[i] for i in sharing])
                 positions = torch.from_numpy(np.concatenate([heads[i].rows for i in sharing])).to(self.device)
                 parameters[name] = joined[torch.argsort(positions)][:, columns]
@@ -266,7 +266,7 @@ class TransformersLayer(ObservedLayer):
     def _projected(self, x_BTM: Tensor, kind: Kind) -> Tensor:
         """Return queries, keys or values by the class's projections alone, [B, T, heads, D]."""
         weights, biases = (self._heads[parameter][KINDS.index(kind)] for parameter in ("weight", "bias"))
-        name, rows = weights.tensors[0], torch.from_numpy(weights.rows).to(self.device)
+        name, rows = weights.tensor_names[0], torch.from_numpy(weights.rows).to(self.device)
         module = self._attention.get_submodule(name.removesuffix(".weight"))
         heads_BTC: Tensor = x_BTM @ module.weight[rows].T
         if module.bias is not None:

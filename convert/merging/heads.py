@@ -22,7 +22,7 @@ _BLOCK = 1 << 17  # elements measured at a time
 class HeadMerge:
     """K or V heads to merge, restricted to the merged heads in one tensor of the output."""
 
-    tensor: str
+    tensor_name: str
     """The output's tensor."""
     source: Heads
     target: Heads
@@ -32,7 +32,7 @@ class HeadMerge:
     @property
     def merged(self) -> Heads:
         """The output's heads in the tensor."""
-        return replace(self.target, tensors=(self.tensor,))
+        return replace(self.target, tensor_names=(self.tensor_name,))
 
     @property
     def sources_per_head(self) -> int:

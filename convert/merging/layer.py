@@ -48,12 +48,12 @@ class LayerMerge:
     @property
     def weights(self) -> tuple[str, ...]:
         """The tensors of the weights, each once: three projections, or a fused one, and the output projection."""
-        return (*dict.fromkeys(heads.tensors[0] for heads in self.source_heads[:3]), self.output_weight)
+        return (*dict.fromkeys(heads.tensor_names[0] for heads in self.source_heads[:3]), self.output_weight)
 
     @property
     def biases(self) -> tuple[str, ...]:
         """The tensors of the biases, each once."""
-        return tuple(dict.fromkeys(heads.tensors[0] for heads in self.source_heads[3:]))
+        return tuple(dict.fromkeys(heads.tensor_names[0] for heads in self.source_heads[3:]))
 
     @property
     def norm_tensors(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class LayerMerge:
         return f"{module}.{self.norms.query}.weight", f"{module}.{self.norms.key}.weight"
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """All tensors of the merged layer."""
         return (*self.weights, *self.biases, *self.norm_tensors)
 
@@ -72,7 +72,7 @@ class LayerMerge:
         """Return the number of rows of one of the output's tensors; 0 if it does not depend on the number of heads."""
         if self.norms is not None and name in self.norm_tensors[1:] and not self.norms.per_head:
             return self.n_kv_heads * self.sizes.head_dim
-        return sum(heads.n * heads.rows_per_head for heads in self.output_heads if heads.tensors[0] == name)
+        return sum(heads.n * heads.rows_per_head for heads in self.output_heads if heads.tensor_names[0] == name)
 
     @property
     def file(self) -> str:
@@ -123,7 +123,7 @@ def merge_with_maps(attention: HeadMatrices, moments: list[Moments], maps: list[
 
 def read_attention(checkpoint: Checkpoint, merge: LayerMerge) -> HeadMatrices:
     """Read a layer's attention. A bias becomes a column beside its weight, for a constant input of 1."""
-    tensors = {name: read_finite(checkpoint, name) for name in merge.tensors}
+    tensors = {name: read_finite(checkpoint, name) for name in merge.tensor_names}
     return _attention(tensors, merge, merge.source_heads)
 
 
@@ -185,7 +185,7 @@ def _ordered(norm: Real, merge: LayerMerge) -> Real:
 
 def _rows(tensors: dict[str, Real], heads: Heads) -> Real:
     """Return the rows of heads in their tensor, which is not copied if they fill it."""
-    tensor, rows = tensors[heads.tensors[0]], heads.rows
+    tensor, rows = tensors[heads.tensor_names[0]], heads.rows
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
@@ -211,8 +211,8 @@ def _tensors(attention: HeadMatrices, merge: LayerMerge) -> dict[str, Real]:
 
 def _put_rows(tensors: dict[str, Real], target: tuple[Heads, ...], i: int, rows: Real) -> None:
     """Put the rows of heads `target[i]` into their tensor, which other heads may share."""
-    name = target[i].tensors[0]
-    sharing = [heads for heads in target if heads.tensors[0] == name]
+    name = target[i].tensor_names[0]
+    sharing = [heads for heads in target if heads.tensor_names[0] == name]
     if len(sharing) == 1:
         tensors[name] = rows
         return

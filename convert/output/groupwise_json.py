@@ -74,7 +74,7 @@ def _merge_report(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
     reports = journalled(plan, staging, "reports")
     return [
         {
-            "tensor": heads.tensors[0],
+            "tensor": heads.tensor_names[0],
             "heads": heads.kind,
             **average_reports(GroupReport(**group) for group in reports[heads.label]),
         }

@@ -143,7 +143,7 @@ def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dic
     replaced: dict[str, tuple[str, ...]] = {name: () for name in checkpoint.tensors if is_rope_buffer(name)}
     for layer in layers:
         query, key, value, output = layer.source_projections
-        q, kv_a, norm, kv_b, o, *biases = layer.tensors
+        q, kv_a, norm, kv_b, o, *biases = layer.tensor_names
         kv_a_bias, o_bias = (biases[:1], biases[1:])
         replaced |= {query: (q,), key: (kv_a, *kv_a_bias, norm), value: (kv_b,), output: (o, *o_bias)}
     if LM_HEAD not in checkpoint.tensors:

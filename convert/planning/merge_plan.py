@@ -158,7 +158,7 @@ def _replaced(
     """Return the tensors that take the place of others: where each head has its own, some are dropped or added."""
     if not computed:
         return {}
-    with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensors}
+    with_heads = {name for heads in geometry.attention.heads(geometry.n_kv_heads) for name in heads.tensor_names}
     replaced: dict[str, tuple[str, ...]] = dict.fromkeys(with_heads - computed.keys(), ())
     for name, output in computed.items():
         if name not in checkpoint.tensors:

@@ -102,7 +102,9 @@ class Plan(ABC):
         if self.recipe.text is None or not self.conversions:
             return 0
         states = 3 * 4 * self.recipe.text.n_tokens * self.geometry.hidden_size
-        return states + sum(self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensors)
+        return states + sum(
+            self.tensors[name].nbytes for conversion in self.conversions for name in conversion.tensor_names
+        )
 
     @property
     def reported_heads(self) -> list[Heads]:

@@ -51,7 +51,7 @@ class OutputTensor:
         """The merged heads in this tensor that have a report."""
         if self.layer is None:
             return tuple(merge.merged for merge in self.merges)
-        return tuple(heads for heads in self.layer.reported_heads if heads.tensors[0] == self.tensor.name)
+        return tuple(heads for heads in self.layer.reported_heads if heads.tensor_names[0] == self.tensor.name)
 
 
 def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: int) -> dict[str, OutputTensor]:
@@ -62,7 +62,7 @@ def regroup(geometry: Geometry, tensors: Mapping[str, TensorInfo], n_kv_heads: i
     before, after = (geometry.attention.heads(n) for n in (geometry.n_kv_heads, n_kv_heads))
     pairs: dict[str, list[tuple[Heads, Heads]]] = defaultdict(list)
     for source, output in zip(before, after, strict=True):
-        for name in output.tensors:
+        for name in output.tensor_names:
             pairs[name].append((source, output))
     return {name: _output_tensor(name, heads, tensors) for name, heads in pairs.items()}
 
@@ -82,7 +82,7 @@ def check_layer_merge(geometry: Geometry, tensors: Mapping[str, TensorInfo], met
             f"model_type {family.model_type!r}{without}."
         )
     for prefix in _prefixes(geometry):
-        biases = {heads.tensors[0] for heads in projections(family, geometry.attention.sizes, "bias", prefix)}
+        biases = {heads.tensor_names[0] for heads in projections(family, geometry.attention.sizes, "bias", prefix)}
         if len(biases & tensors.keys()) not in (0, len(biases)):
             raise UnsupportedMethodError(f"{prefix[:-1]} has a bias on some of q, k and v only.")
         _check_norms(family, prefix, tensors, method)
@@ -130,7 +130,7 @@ def layer_merges(
                 heads
                 for parameter in ("weight", "bias")
                 for heads in projections(family, replace(sizes, n_kv_heads=n), parameter, prefix)
-                if heads.tensors[0] in tensors
+                if heads.tensor_names[0] in tensors
             )
             for n in (sizes.n_kv_heads, n_kv_heads)
         )
@@ -153,7 +153,7 @@ def tensors_of_merges(merges: Sequence[LayerMerge], tensors: Mapping[str, Tensor
     """Return the output tensors of merged layers, by name. `tensors`: the source's tensors."""
     computed: dict[str, OutputTensor] = {}
     for merge in merges:
-        for name in merge.tensors:
+        for name in merge.tensor_names:
             tensor = tensors[name]
             shape = (merge.n_rows(name) or tensor.shape[0], *tensor.shape[1:])
             computed[name] = OutputTensor(replace(tensor, shape=shape), layer=merge)
@@ -173,7 +173,7 @@ def _output_tensor(name: str, pairs: list[tuple[Heads, Heads]], tensors: Mapping
             for head in heads:
                 source_name, source_row = source.tensor_and_row(head // (output.n // source.n))
                 copies.append(Rows(output.tensor_and_row(head)[1], source_name, source_row, output.rows_per_head))
-    like = tensors[pairs[0][0].tensors[0]]
+    like = tensors[pairs[0][0].tensor_names[0]]
     tensor = replace(like, name=name, shape=(n_rows, *like.shape[1:]))
     return OutputTensor(tensor, tuple(_coalesced(copies)), tuple(merges))
 

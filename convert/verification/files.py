@@ -77,7 +77,7 @@ def _compare_report(comparison: Comparison) -> None:
     """Compare the report on all heads that were recomputed and agree in every byte. Sums of others are rounded."""
     plan, differences, report = comparison.plan, comparison.findings.differences, comparison.record["merge_report"]
     reported = [(entry["tensor"], entry.get("heads")) for entry in report]
-    if reported != [(heads.tensors[0], heads.kind) for heads in plan.reported_heads]:
+    if reported != [(heads.tensor_names[0], heads.kind) for heads in plan.reported_heads]:
         differences.append(f"{CONVERSION_RECORD} does not report on exactly the converted tensors")
         return
     for i, (heads, entry) in enumerate(zip(plan.reported_heads, report, strict=True)):

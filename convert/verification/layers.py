@@ -114,7 +114,7 @@ def compare_by_errors(comparison: Comparison, layers: ConvertedLayerCache, scrat
     for index, (actual, expected) in errors.items():
         if actual <= MAX_ERROR_RATIO * expected:  # false for NaN
             excess = max(0.0, actual / expected - 1) if expected else 0.0
-            findings.rounded |= dict.fromkeys(plan.conversions[index].tensors, excess)
+            findings.rounded |= dict.fromkeys(plan.conversions[index].tensor_names, excess)
         else:
             findings.differences.append(
                 f"layer {index} has a validation error of {actual:.4g}; recomputing it gives {expected:.4g}"

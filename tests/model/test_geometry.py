@@ -36,7 +36,7 @@ def test_geometry(tmp_path, n_kv_heads, head_dim):
 def test_kv_heads_are_all_and_only_k_and_v(tmp_path):
     model = tiny.build("qwen2")
     geometry = geometry_of(tiny.save(model, tmp_path / "m"))
-    names = [name for heads in geometry.attention.heads(8) for name in heads.tensors]
+    names = [name for heads in geometry.attention.heads(8) for name in heads.tensor_names]
     assert set(names) == {name for name in model.state_dict() if tiny.is_kv(name)}
     assert len(names) == 8
 

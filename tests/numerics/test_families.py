@@ -58,7 +58,7 @@ def test_shape_probe(saved, family, changes):
             plan = make_merge_plan(source, groups, MergeRecipe("mean"), None)
             assert plan.tensors == theirs.tensors
             changed = {name for name, tensor in source.tensors.items() if tensor != theirs.tensors.get(name)}
-            sources = [merge.source.tensors for output in plan.computed.values() for merge in output.merges]
+            sources = [merge.source.tensor_names for output in plan.computed.values() for merge in output.merges]
             read = {name for names in sources for name in names}
             per_head = {name for names in sources if len(names) > 1 for name in names}
             assert changed <= read <= changed | per_head
