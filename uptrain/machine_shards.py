@@ -24,7 +24,7 @@ class MachineShard:
 
 @contextmanager
 def open_staging(out: Path, inputs: Mapping[str, object], continues: str, temporary: bool = False) -> Iterator[Staging]:
-    """Open the staging folder of `out`. After an error, remove it if no unit with tokens is finished.
+    """Open the staging folder of `out`. After an error or an interrupt, remove it if no unit with tokens is finished.
 
     `continues`: how to go on from the finished work; appended to an InputError. `temporary`: OUT is in a folder that
     the caller deletes, so no work is kept in it.
@@ -39,6 +39,11 @@ def open_staging(out: Path, inputs: Mapping[str, object], continues: str, tempor
                 raise
             hint = f"Finished work is kept in {staging.root}, and {continues}."
             raise InputError(f"{error} ({hint})") from error
+        except KeyboardInterrupt as error:
+            if temporary or _is_worth_keeping(staging):
+                raise
+            staging.discard()
+            raise KeyboardInterrupt("nothing is finished yet, and the same command starts again") from error
         except OSError as error:
             if temporary:
                 raise

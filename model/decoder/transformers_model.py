@@ -29,8 +29,8 @@ _CLOSE, _NEARLY = 0.05, 0.3
 batch, and between batches of different shapes."""
 
 
-THEIRS = "theirs."
-"""Prefix of the names of parameters, from the attribute of `TransformersModel`. Checkpoints of earlier runs hold it."""
+HF_PREFIX = "hf_model."
+"""How the names of a `TransformersModel`'s parameters begin, by its attribute."""
 
 
 class TransformersModel(nn.Module):
@@ -41,18 +41,18 @@ class TransformersModel(nn.Module):
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
-        self.theirs = hf_model  # THEIRS: cannot be renamed
+        self.hf_model = hf_model
 
     @property
     def lm_head_weight(self) -> Tensor:
         """The LM head's matrix, [V, M]. Some families scale or cap the logits after it; `forward` includes that."""
-        weight = self.theirs.get_output_embeddings().weight  # type: ignore[operator]
+        weight = self.hf_model.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
 
     def hidden(self, ids_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the hidden states before the LM head, [B, T, M]."""
-        body = self.theirs.base_model
+        body = self.hf_model.base_model
         hidden_BTM: Tensor = body(ids_BT, use_cache=False, **self._packing(documents_BT)).last_hidden_state  # type: ignore[operator]
         return hidden_BTM
 
@@ -60,7 +60,7 @@ class TransformersModel(nn.Module):
         self, ids_BT: Tensor, labels_BT: Tensor | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits, or the sum of losses and their number, as `LlamaForCausalLM.forward` does."""
-        logits_BTV: Tensor = self.theirs(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
+        logits_BTV: Tensor = self.hf_model(ids_BT, use_cache=False, **self._packing(documents_BT)).logits.float()
         if labels_BT is None:
             return logits_BTV
         targets_BT = next_token_targets(labels_BT, documents_BT)
@@ -76,7 +76,7 @@ class TransformersModel(nn.Module):
         decoder draws none either.
         """
         super().train(mode)
-        self.theirs.eval()
+        self.hf_model.eval()
         return self
 
     def check_packing(self, seq_len: int) -> None:
@@ -87,7 +87,7 @@ class TransformersModel(nn.Module):
         those of Groupwise's families do is tested. Separation is also impossible if transformers chooses the rotary
         frequencies of all documents by the longest one. Windows may not be longer than a table of positions either.
         """
-        config: Any = self.theirs.config
+        config: Any = self.hf_model.config
         both_ways = getattr(config, "use_bidirectional_attention", None)
         if getattr(config, "is_causal", None) is False or both_ways in (True, "all"):
             raise CheckpointError(
@@ -134,7 +134,7 @@ class TransformersModel(nn.Module):
 
     def _masks(self, documents_BT: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the mask of all layers, or those of both kinds of layers, as classes with `layer_types` take them."""
-        config: Any = self.theirs.config
+        config: Any = self.hf_model.config
         window = _window_in_class(config)
         if window is None or documents_BT.shape[1] <= window:
             return self._mask(documents_BT, None)
@@ -156,7 +156,7 @@ class TransformersModel(nn.Module):
         torch's attention under autocast (or in FSDP2's layers) would cast a wider mask in each layer, and keep each
         copy for the backward pass. Scores that a class computes itself may be float32, so the mask is so too.
         """
-        config: Any = self.theirs.config
+        config: Any = self.hf_model.config
         if config._attn_implementation == "sdpa":
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
@@ -165,7 +165,7 @@ class TransformersModel(nn.Module):
         # The widest: states are float32 in training, and parameters that are not trained may be narrower. Then the
         # embedding knows the dtype of states, also where a teacher shares all of the student's parameters.
         dtypes = {parameter.dtype for parameter in self.parameters()}
-        embedding: Any = self.theirs.get_input_embeddings()  # type: ignore[operator]
+        embedding: Any = self.hf_model.get_input_embeddings()  # type: ignore[operator]
         if hasattr(embedding, "state_dtype"):
             dtypes.add(embedding.state_dtype)
         return functools.reduce(torch.promote_types, dtypes)
@@ -259,7 +259,7 @@ def check_separation(model: TransformersModel) -> None:
     second document must also have nearly the logits that it has alone. Skipped for the families of Groupwise, which the
     tests compare.
     """
-    config: Any = model.theirs.config
+    config: Any = model.hf_model.config
     if config.model_type in FAMILIES:
         return
     vocab_size, half = len(model.lm_head_weight), _PROBED // 2

@@ -62,13 +62,13 @@ def test_run_and_export(tmp_path, uptrain, tied):
     assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
     name = "gpt_neox.layers.0.attention.query_key_value.weight"
     weights = tensors(tmp_path / "run/checkpoints/step-00000004")
-    assert torch.equal(after[name], weights[f"model.student.theirs.{name}"])
+    assert torch.equal(after[name], weights[f"model.student.hf_model.{name}"])
     assert not torch.equal(after[name], before[name])
     for file in CODE:
         shutil.copy(Path(model.remote_code.__file__).parent / file, tmp_path / "out")
     opened = load_model(tmp_path / "out")
     assert isinstance(opened, TransformersModel)
-    assert isinstance(opened.theirs, GPTNeoXGQAForCausalLM)
+    assert isinstance(opened.hf_model, GPTNeoXGQAForCausalLM)
 
 
 def test_a_run_resumes_from_its_checkpoint(tmp_path):

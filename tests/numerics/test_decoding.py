@@ -47,7 +47,7 @@ def test_a_cache_that_grows_gives_what_one_of_full_size_gives(tmp_path, monkeypa
     ids, padding = random_ids(2, 40), torch.tensor([0, 3]) if padded else None
     logits, bytes_held = [], []
     for least in (40, 1):
-        monkeypatch.setattr(kv_cache, "_LEAST_ROOM", least)
+        monkeypatch.setattr(kv_cache, "_MIN_ROOM", least)
         cache = KVCache(ours.config, 2, 40, dtype, "cpu", padding)
         logits.append([prefill(ours, ids[:, :5], cache), *(decode(ours, ids[:, i], cache) for i in range(5, 30))])
         bytes_held.append(cache.nbytes)

@@ -20,7 +20,7 @@ FAMILIES = {
 
 def logits(model, batch):
     """Of the tokens that count, row by row, without packing."""
-    raw = model.theirs(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
+    raw = model.hf_model(batch.ids_BT, use_cache=False).logits.double()[:, :-1]
     return raw[batch.labels_BT[:, 1:] >= 0]
 
 

@@ -46,7 +46,7 @@ def test_packed_documents_equal_the_same_alone(family, changes):
     for row, lengths in enumerate(DOCUMENTS):
         start = 0
         for n in lengths:
-            alone = model.theirs(ids[row : row + 1, start : start + n], use_cache=False).logits[0].float()
+            alone = model.hf_model(ids[row : row + 1, start : start + n], use_cache=False).logits[0].float()
             assert (packed[row, start : start + n] - alone).abs().max() <= 1e-5 * alone.std()
             start += n
 

@@ -61,7 +61,7 @@ def test_a_model_that_transformers_runs(tmp_path, uptrain, family, changes):
     uptrain("export", run, tmp_path / "out", "--dtype", "float32").succeeded()
     live, exported = tensors(run / "checkpoints/step-00000004"), tiny.tensors(tmp_path / "out")
     assert exported.keys() == tiny.tensors(inputs["model"]).keys()
-    assert all(torch.equal(tensor, live[f"model.student.theirs.{name}"]) for name, tensor in exported.items())
+    assert all(torch.equal(tensor, live[f"model.student.hf_model.{name}"]) for name, tensor in exported.items())
     opened(tmp_path / "out")
 
 

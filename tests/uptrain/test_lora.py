@@ -112,7 +112,7 @@ def test_export_merges_the_adapters(inputs, tmp_path, uptrain, family):
     uptrain("export", run, tmp_path / "wide", "--dtype", "float32").succeeded()
     before, after, wide = (tiny.tensors(folder) for folder in (inputs["model"], tmp_path / "out", tmp_path / "wide"))
     assert before.keys() == after.keys()
-    prefix = "model.student." if family == "llama" else "model.student.theirs."
+    prefix = "model.student." if family == "llama" else "model.student.hf_model."
     changed = set()
     for name, tensor in before.items():
         a, b = (stored.get(prefix + name.replace("weight", f"lora_{which}.weight")) for which in "AB")

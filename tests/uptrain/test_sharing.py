@@ -7,7 +7,7 @@ import tiny
 import torch
 from real_runs import LAYOUTS, VOCAB, arguments, assert_same_run, drive, events, make_inputs, records
 
-from model.decoder.transformers_model import THEIRS
+from model.decoder.transformers_model import HF_PREFIX
 from uptrain.models.load import load_student, load_teacher, teacher_dtype
 from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 
@@ -41,7 +41,7 @@ def test_what_is_shared_is_held_once(tmp_path, convert, family, dtype, precision
     same = {name for name, parameter in ours.items() if parameter is theirs[name]}
     assert ours.keys() - same == dict(teacher.named_parameters()).keys()
     assert nbytes == sum(ours[name].nbytes for name in same)
-    assert {name.removeprefix(THEIRS) for name in same} == shared.keys()
+    assert {name.removeprefix(HF_PREFIX) for name in same} == shared.keys()
     to = teacher_dtype(precision)
     widens = family == "llama" and torch.promote_types(getattr(torch, dtype), to) == to
     for name in ours:

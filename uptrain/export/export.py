@@ -19,7 +19,7 @@ from model.common.errors import InputError
 from model.common.typed_json import json_bytes
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
-from model.decoder.transformers_model import THEIRS
+from model.decoder.transformers_model import HF_PREFIX
 from model.files.names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.files.staging import new_folder
 from model.files.write import copy_file, sync_tree, write_file
@@ -137,7 +137,7 @@ def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
 
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
-    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}{THEIRS}", f"model.{STUDENT}"))
+    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}{HF_PREFIX}", f"model.{STUDENT}"))
     weights = trained
     if run.settings.trainable != "all":
         model = Path(run.settings.model)

@@ -124,9 +124,9 @@ def check_init(folder: Path, seq_len: int) -> None:
     model = build_meta_from_config(folder)
     check_packing(model, seq_len)
     if isinstance(model, TransformersModel):
-        _check_kv_heads(folder, model.theirs.config)
-        names = (name for name, _ in model.theirs.named_parameters())
-        _check_names(folder, names, "", names_in_files(model.theirs))
+        _check_kv_heads(folder, model.hf_model.config)
+        names = (name for name, _ in model.hf_model.named_parameters())
+        _check_names(folder, names, "", names_in_files(model.hf_model))
 
 
 def _check_kv_heads(folder: Path, config: Any) -> None:

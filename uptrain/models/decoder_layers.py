@@ -19,7 +19,7 @@ def decoder_layers(model: LanguageModel) -> list[nn.Module]:
     """Return the decoder layers."""
     if isinstance(model, LlamaForCausalLM):
         return list(model.model.layers)
-    names = set(getattr(model.theirs, "_no_split_modules", None) or ())
+    names = set(getattr(model.hf_model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 

@@ -16,7 +16,7 @@ from model.decoder.config import is_native, read_llama_config
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import LanguageModel, load_model
 from model.decoder.transformers_classes import build_hf_model
-from model.decoder.transformers_model import THEIRS, TransformersModel, check_separation
+from model.decoder.transformers_model import HF_PREFIX, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
 from uptrain.models.casting_layers import autocast_experts
 from uptrain.models.frozen_parameters import (
@@ -161,14 +161,14 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
     """
     student, (_, frozen_dtype) = build_meta_from_config(folder), _dtypes(folder)
     assert isinstance(student, TransformersModel)
-    kinds: Any = student.theirs._no_split_modules
+    kinds: Any = student.hf_model._no_split_modules
     layers = next(
         module
         for module in student.modules()
         if isinstance(module, nn.ModuleList) and type(module[0]).__name__ in kinds
     )
     del layers[n_layers:]
-    config: Any = student.theirs.config
+    config: Any = student.hf_model.config
     config.num_hidden_layers = len(layers)  # some classes count by it
     if part == "all":
         autocast_experts(student)
@@ -228,7 +228,7 @@ def stored_always_float32_names(folder: Path) -> frozenset[str]:
     if is_native(read_language_config(folder)):
         return frozenset()
     names, stored = always_float32_names(build_meta_from_config(folder)), stored_names(folder)
-    return frozenset(file_name for name in names for file_name in stored[name.removeprefix(THEIRS)])
+    return frozenset(file_name for name in names for file_name in stored[name.removeprefix(HF_PREFIX)])
 
 
 def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], str]:

@@ -11,7 +11,7 @@ from torch import nn
 from model.checkpoint.same_bytes import same_bytes
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import LanguageModel
-from model.decoder.transformers_model import THEIRS
+from model.decoder.transformers_model import HF_PREFIX
 from model.language_model import open_language_model
 from uptrain.models.casting_layers import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
 from uptrain.models.load import frozen_names, stored_names
@@ -42,7 +42,7 @@ def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch
     wanted, chosen = set(names), {}
     for module_name, module in student.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            name = f"{module_name}.{key}".removeprefix(THEIRS)
+            name = f"{module_name}.{key}".removeprefix(HF_PREFIX)
             widened = torch.promote_types(parameter.dtype, teacher_dtype) == teacher_dtype
             rounds = isinstance(module, FrozenLinear | FrozenEmbedding | AutocastExperts)
             if name in wanted and (rounds or (isinstance(module, RMSNorm) and widened)):
@@ -52,7 +52,7 @@ def shareable(student: LanguageModel, names: Iterable[str], teacher_dtype: torch
 
 def share(owners: ParameterOwners, teacher: LanguageModel, teacher_dtype: torch.dtype) -> int:
     """Replace a teacher's parameters by the student's of the same names; return the bytes that both then share."""
-    names = {id(parameter): name.removeprefix(THEIRS) for name, parameter in teacher.named_parameters()}
+    names = {id(parameter): name.removeprefix(HF_PREFIX) for name, parameter in teacher.named_parameters()}
     shared: dict[str, int] = {}
     for module in teacher.modules():
         own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
