@@ -35,6 +35,12 @@ SPARE_BYTES = 16 << 20
 """Reserved disk space for files that are not counted: config, journal, folders."""
 
 
+def check(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
+    """Raise CheckpointError if `run` would refuse the disk or the finished work of another command."""
+    check_disk_space(plan, checkpoint, staging)
+    staging.check_inputs(inputs_of(checkpoint, plan), FINISHED_FILES)
+
+
 def check_disk_space(plan: Plan, checkpoint: Checkpoint, staging: Staging) -> None:
     """Raise CheckpointError if the bytes still to be written do not fit on the disk."""
     present = tree_bytes(staging.root)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from convert.calibration_text.choices import SELF
+
 if TYPE_CHECKING:
     from convert.calibration_text.text import CalibrationText
 
@@ -27,9 +29,15 @@ class Recipe:
         return self.method
 
     @property
+    def uses_seed(self) -> bool:
+        """Whether the output depends on the seed."""
+        return self.refine > 0 or (self.text is not None and SELF in self.text.parts)
+
+    @property
     def record(self) -> dict[str, Any]:
         """The recipe's entries in `groupwise.json`: everything that the output depends on, rounding aside."""
         return {
-            "method": self.method, "seed": self.seed, "refit": self.refit, "refine": self.refine,
+            "method": self.method, "seed": self.seed if self.uses_seed else 0,
+            "refit": self.refit, "refine": self.refine,
             "calibration": self.text.record if self.text else None,
         }  # fmt: skip

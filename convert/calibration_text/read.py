@@ -116,7 +116,7 @@ def _parts(name: str) -> list[str]:
     if not name:
         raise CheckpointError(f"--calibration is empty; give {SHIPPED}, {SELF}, {NONE} or a text.")
     parts = split_name(name)
-    if len(set(parts)) < len(parts) or "" in parts:
+    if len(set(parts)) < len(parts) or "" in parts or (len(parts) > 1 and parts[-1] == NONE):
         raise CheckpointError(
             f"--calibration {name}: give each of {SELF} and {SHIPPED} once, then a text, as in {SELF}+{SHIPPED}."
         )

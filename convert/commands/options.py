@@ -89,8 +89,9 @@ def merge_options(command: Command) -> Command:
                      "paper's mean.  [default: shipped]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=WholeNumber(0, MAX_COUNT), default=0, show_default=True, metavar="N",
-                     help="Seed of --method random, of --calibration self, and of the order of the text in --refine."),
+        click.option("--seed", type=WholeNumber(0, MAX_COUNT), metavar="N",
+                     help="Seed of --method random, of --calibration self, and of the order of the text in --refine.  "
+                     "[default: 0]"),
     )  # fmt: skip
 
 
@@ -130,6 +131,6 @@ def latent_options(command: Command) -> Command:
                      "[default: shipped; none where the sizes lose nothing]"),
         _calibration_tokens_option,
         device_option("calibrate on"),
-        click.option("--seed", type=WholeNumber(0, MAX_COUNT), default=0, show_default=True, metavar="N",
-                     help="Seed of --calibration self, and of the order of the text in --refine."),
+        click.option("--seed", type=WholeNumber(0, MAX_COUNT), metavar="N",
+                     help="Seed of --calibration self, and of the order of the text in --refine.  [default: 0]"),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from convert.commands import tables
 from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
 from convert.output.target import staging_for
+from convert.planning.calibration_options import warn_of_unused_seed
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
 from convert.planning.merge_plan import MergePlan, make_merge_plan
 from convert.planning.plan import Plan
@@ -35,7 +36,9 @@ def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeO
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
 
     def planned(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
-        return make_merge_plan(checkpoint, n_kv_heads, resolve_merge(checkpoint, n_kv_heads, merge), shard_size)
+        recipe = resolve_merge(checkpoint, n_kv_heads, merge)
+        warn_of_unused_seed(merge, recipe)
+        return make_merge_plan(checkpoint, n_kv_heads, recipe, shard_size)
 
     _convert(source, out, planned, output, merge.calibration)
 
@@ -48,7 +51,9 @@ def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: O
             raise CheckpointError(
                 f"mha-to-mla needs torch, transformers, accelerate and tokenizers; {console.INSTALL_EXTRA}."
             )
-        return make_latent_plan(checkpoint, resolve_latent(checkpoint, options), shard_size)
+        recipe = resolve_latent(checkpoint, options)
+        warn_of_unused_seed(options, recipe)
+        return make_latent_plan(checkpoint, recipe, shard_size)
 
     _convert(source, out, planned, output, options.calibration)
 
@@ -70,7 +75,7 @@ def _convert(
         staging = staging_for(checkpoint, out, output.overwrite)
         plan = planned(checkpoint, output.max_shard_size)
         if output.dry_run:
-            conversion.check_disk_space(plan, checkpoint, staging)
+            conversion.check(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)
         about = {"source": str(source), "out": str(out)}
         extras = {"left_out": checkpoint.skipped_files, **estimate}
@@ -110,7 +115,7 @@ def _print_result(
     text = plan.recipe.text
     if text and user_texts(text.name):
         console.echo(
-            f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If that text is "
+            f"{CALIBRATION_TOKENS} holds the tokens of {text.label}, for verify. If {user_texts(text.name)[0]} is "
             "private, remove this file before you publish the folder."
         )
     if plan.is_exact:

@@ -39,7 +39,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
     now = summary["groups"][0]["kv_cache_bytes_per_token"]
     _group_sizes(summary["groups"], now)
     if summary["latent"]:
-        _latent_sizes(summary["latent"], now)
+        _latent_sizes(summary["latent"], now, is_float16="F16" in summary["bytes_by_dtype"])
 
 
 def _attention(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def _group_sizes(rows: list[dict[str, Any]], now: int) -> None:
     )
 
 
-def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
+def _latent_sizes(rows: list[dict[str, Any]], now: int, is_float16: bool) -> None:
     """Print a table of sizes of latent attention. `now`: bytes of the source's KV cache per token."""
     table = table_with_heading("\nSome sizes of latent attention (mha-to-mla)")
     for heading in ("--latent", "--rope", "KV cache", "of now", "as groups", "vLLM kernel"):
@@ -96,6 +96,8 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int) -> None:
         "as groups: the number of groups with the same KV cache. Tensor parallelism divides groups among devices, but "
         "copies the latent to each. transformers opens all sizes. vLLM kernel: whether it has a fast one, whose "
         "results were not verified."
+        + " The weights are float16: add --dtype bfloat16, or --latent-norm bias."
+        * is_float16
     )
 
 

@@ -28,7 +28,7 @@ from convert.layers.native_layers import NativeModelLayers
 from convert.layers.runnable_layer import HeadObserver, ModelLayers, RunnableLayer
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, InvalidValueError
 from model.decoder.config import is_native
 from model.families import find_family
 from model.files.write import sync_file, sync_folder
@@ -175,11 +175,14 @@ def iter_layers(
 def open_checked(checkpoint: Checkpoint, device: str) -> ModelLayers:
     """Return the layers of a model on a device, for short texts.
 
-    Raises UnsupportedMethodError if no code can run them, and InputError if the device is not available.
+    Raises UnsupportedMethodError if no code can run them, InvalidValueError for a wrong value in config.json, and
+    InputError if the device is not available.
     """
     try:
         layers = open_layers(checkpoint, _CHECKED_LENGTH, device)
         layers.check()
+    except InvalidValueError:  # no other method would mend it
+        raise
     except CheckpointError as error:
         raise UnsupportedMethodError(str(error)) from error
     return layers

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from convert.errors import UnsupportedMethodError
-from convert.merging.methods import CALIBRATED, LAYER_METHODS, REPEAT
+from convert.merging.methods import CALIBRATED, LAYER_METHODS, RANDOM, REPEAT
 from convert.recipe import Recipe
 
 
@@ -18,8 +18,13 @@ class MergeRecipe(Recipe):
         return self.method in LAYER_METHODS
 
     @property
+    def uses_seed(self) -> bool:
+        return self.method == RANDOM or super().uses_seed
+
+    @property
     def record(self) -> dict[str, Any]:
-        return {"method": self.method, "seed": self.seed} if self.method == REPEAT else super().record
+        record = super().record
+        return {"method": record["method"], "seed": record["seed"]} if self.method == REPEAT else record
 
     def check(self) -> None:
         """Raise UnsupportedMethodError if the choices are incompatible."""

@@ -13,7 +13,7 @@ from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import Origin
 from model.checkpoint.latent_norm import LATENT_NORM_EPSILON
-from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
+from model.common.model_card import UPTRAINING_DETAILS, front_matter, is_utf8, of_derived_model
 from model.common.printable import markdown
 from model.files.names import CONVERSION_RECORD, MODEL_CARD, UPTRAINING_RECORD
 from model.files.read import MAX_CONFIG_BYTES, read_content
@@ -37,6 +37,7 @@ def model_card(checkpoint: Checkpoint, plan: Plan, origin: Origin) -> bytes:
     If the source was trained by Groupwise and heads change, its card no longer refers to a file beside it.
     """
     source = read_content(checkpoint.side_files.get(MODEL_CARD, b""), MAX_CONFIG_BYTES)
+    source = source if is_utf8(source) else b""  # `note_on_card` says so
     if source and plan.computed:
         source = source.replace(*TRAINING_DETAILS)  # the record is then not copied
         source = _of_another_model(source, origin)
@@ -184,6 +185,8 @@ def _method(recipe: Recipe) -> str:
         parts.append(f"each layer refined on {recipe.refine:,} tokens")
     if recipe.text:
         parts.append(f"calibrated on {recipe.text.n_tokens:,} tokens ({markdown(recipe.text.label)})")
+    if recipe.uses_seed:
+        parts.append(f"seed {recipe.seed}")
     return ", ".join(parts)
 
 

@@ -6,7 +6,9 @@ from convert.calibration_text.choices import DEFAULT_TOKENS, NONE, SELF, SHIPPED
 from convert.calibration_text.read import read_calibration_text
 from convert.calibration_text.text import CalibrationText, split_name
 from convert.errors import NO_TORCH, UnsupportedMethodError
+from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
+from model.common import console
 from model.common.command_options import AUTO_DEVICE
 
 
@@ -18,7 +20,7 @@ class CalibrationOptions:
     """`none`, `shipped`, `self`, the path of a text, `hub:NAME…`, or several joined by +."""
     calibration_tokens: int | None = None
     device: str = AUTO_DEVICE
-    seed: int = 0
+    seed: int | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -34,6 +36,12 @@ class CalibrationOptions:
             "--device": self.device != AUTO_DEVICE,
         }
         return next((option for option, is_given in given.items() if is_given), None)
+
+
+def warn_of_unused_seed(options: CalibrationOptions, recipe: Recipe) -> None:
+    """Warn if a seed was given that changes nothing."""
+    if options.seed is not None and not recipe.uses_seed:
+        console.warn("--seed has no effect here: nothing is drawn at random.")
 
 
 def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[CalibrationText, str]:
@@ -56,7 +64,7 @@ def read_text(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[Cali
     text = read_calibration_text(checkpoint, name, options.n_tokens)
     check_tokens(layers, text)
     if text.generated:
-        generated = TextGeneration.of(checkpoint, text, options.seed, str(layers.device))
+        generated = TextGeneration.of(checkpoint, text, options.seed or 0, str(layers.device))
         generated.check_memory(layers.n_embeddings)
         text = replace(
             text,

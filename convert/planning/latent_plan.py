@@ -12,7 +12,7 @@ from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, checked_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source
-from convert.planning.notes import note_on_uncached_tokenizer
+from convert.planning.notes import note_on_card, note_on_uncached_tokenizer
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.tensors import OutputTensor, Rows, Scaled
 from model.checkpoint import Checkpoint, TensorInfo
@@ -96,7 +96,12 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
         conversions=layers,
         config_json=latent_config(checkpoint, geometry, source.config, sizes, rope, layers[0].dtype(checkpoint)),
         code=None,
-        notes=(*checkpoint.notes, *note_on_uncached_tokenizer(checkpoint), *_notes(sizes, recipe, rope)),
+        notes=(
+            *checkpoint.notes,
+            *note_on_card(checkpoint),
+            *note_on_uncached_tokenizer(checkpoint),
+            *_notes(sizes, recipe, rope),
+        ),
         rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
         sizes=sizes,

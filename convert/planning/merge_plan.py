@@ -116,12 +116,17 @@ def check_n_kv_heads(geometry: Geometry, n_kv_heads: int, method: str | None) ->
     if method == REPEAT:
         _check_repeats(geometry, n_kv_heads)
     elif n_kv_heads not in geometry.legal_n_kv_heads:
-        legal = ", ".join(map(str, geometry.legal_n_kv_heads))
         if n_kv_heads > 0 and n % n_kv_heads == 0:
             reason = f"the class of {geometry.model_type} holds a K/V head for each query head, or one"
         else:
             reason = f"the model has {counted(n, 'K/V head')}, and groups (the K/V heads to keep) must divide them"
-        raise CheckpointError(f"--groups {n_kv_heads} is not possible: {reason}; choose one of {legal}.")
+        raise CheckpointError(
+            f"--groups {n_kv_heads} is not possible: {reason}; choose {_one_of(geometry.legal_n_kv_heads)}."
+        )
+
+
+def _one_of(numbers: tuple[int, ...]) -> str:
+    return f"one of {', '.join(map(str, numbers))}" if len(numbers) > 1 else str(numbers[0])
 
 
 def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
@@ -132,7 +137,7 @@ def _check_repeats(geometry: Geometry, n_kv_heads: int) -> None:
     if legal:
         raise CheckpointError(
             f"{problem}, and repeating makes a multiple of {geometry.n_kv_heads} that divides the {geometry.n_heads} "
-            f"query heads; choose one of {', '.join(map(str, legal))}."
+            f"query heads; choose {_one_of(legal)}."
         )
     if geometry.n_kv_heads == geometry.n_heads:
         raise CheckpointError(f"{problem}, one for each query head already; there is nothing to repeat.")

@@ -7,7 +7,10 @@ from convert.calibration_text.tokenizer import cached_without_tokenizer, unfollo
 from convert.merging.recipe import MergeRecipe
 from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
+from model.common.model_card import is_utf8
 from model.families import Family
+from model.files.names import MODEL_CARD
+from model.files.read import MAX_CONFIG_BYTES, read_content
 
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
@@ -49,7 +52,8 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint), *note_on_uncached_tokenizer(checkpoint),
+        *_linked_tokenizer(checkpoint), *note_on_card(checkpoint), *vocabulary_problems(checkpoint),
+        *note_on_uncached_tokenizer(checkpoint),
     )  # fmt: skip
 
 
@@ -103,6 +107,12 @@ def note_on_uncached_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:
     name = cached_without_tokenizer(checkpoint)
     if name is not None:
         yield f"the cache holds no tokenizer of {name}, so the output has none; fetch all files: hf download {name}."
+
+
+def note_on_card(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note if the source's model card is left out of the output's."""
+    if not is_utf8(read_content(checkpoint.side_files.get(MODEL_CARD, b""), MAX_CONFIG_BYTES)):
+        yield f"{MODEL_CARD} is not UTF-8, so that of the output does not contain it; convert it with iconv."
 
 
 def _linked_tokenizer(checkpoint: Checkpoint) -> Iterator[str]:

@@ -59,10 +59,10 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         _check_baseline(options, sizes, frequencies, source.rope)
         text, device = read_text(checkpoint, options)
         refine = options.refine or 0
-        return replace(with_default_indices, refine=refine, text=text, device=device, seed=options.seed)
+        return replace(with_default_indices, refine=refine, text=text, device=device, seed=options.seed or 0)
     text, device = read_text(checkpoint, options)
     refine = options.n_tokens if options.refine is None else options.refine
-    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed)
+    return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed or 0)
 
 
 def _check_default(

@@ -51,8 +51,8 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     check_n_kv_heads(geometry, n_kv_heads, options.method)
     check_vocabulary(checkpoint)  # before a text is read, or downloaded
     if n_kv_heads == geometry.n_kv_heads:
-        if options.fitting_option:
-            console.warn(f"{options.fitting_option} has no effect: the model has {n_kv_heads} K/V heads already.")
+        if unused := options.fitting_option or ("--method" if options.method else None):
+            console.warn(f"{unused} has no effect: the model has {n_kv_heads} K/V heads already.")
         return MergeRecipe("mean")
     if options.method is not None:
         _check_method(checkpoint, geometry, options.method)
@@ -89,7 +89,7 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
         raise UnsupportedMethodError(
             f"{options.calibration_option} cannot be combined with --method {options.method}, which needs no text."
         )
-    recipe = MergeRecipe(options.method, options.seed, options.refit, options.refine or 0)
+    recipe = MergeRecipe(options.method, options.seed or 0, options.refit, options.refine or 0)
     if by_layer and options.calibration == NONE:
         _check_clipping(checkpoint, options.method)
     if by_layer and options.calibration != NONE:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from model.common.errors import CheckpointError
+from model.common.errors import InvalidValueError
 
 MAX_SIZE = 1 << 28
 """Largest size in a model's shapes: the bytes of a matrix of two such sizes fit into 64 bits."""
@@ -64,50 +64,50 @@ def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def whole_number(value: object, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
-    """Return a whole number of the range. Raises CheckpointError otherwise; True and 8.0 are not whole numbers."""
+    """Return a whole number of the range. Raises InvalidValueError otherwise; True and 8.0 are not whole numbers."""
     if not is_whole_number(value, least):
         kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be {kind}.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be {kind}.")
     if value > most:
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be at most {most}.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be at most {most}.")
     return value
 
 
 def size(value: object, name: str) -> int:
-    """Return a size in a model's shapes. Raises CheckpointError unless it is a whole number from 1 to MAX_SIZE."""
+    """Return a size in a model's shapes. Raises InvalidValueError unless it is a whole number from 1 to MAX_SIZE."""
     return whole_number(value, name, most=MAX_SIZE)
 
 
 def config_size(config: Mapping[str, Any], key: str) -> int:
-    """Return a size in a `config.json`. Raises CheckpointError as `size` does, and if the key is missing."""
+    """Return a size in a `config.json`. Raises InvalidValueError as `size` does, and if the key is missing."""
     return size(config.get(key), f"config.json has {key}")
 
 
 def number(value: object, name: str, above: float | None = None) -> float:
-    """Return a finite number above `above`, or of at least 0 if `above` is None. Raises CheckpointError otherwise."""
+    """Return a finite number above `above`, or of at least 0 if `above` is None. Raises InvalidValueError otherwise."""
     if not is_finite(value) or (value < 0 if above is None else value <= above):
         kinds = {None: "a finite number of at least 0", 0.0: "a finite, positive number"}
         kind = kinds.get(above, f"a finite number above {above}")
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be {kind}.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be {kind}.")
     return float(value)
 
 
 def numbers(value: object, name: str) -> tuple[float, ...]:
-    """Return a list of positive numbers. Raises CheckpointError otherwise."""
+    """Return a list of positive numbers. Raises InvalidValueError otherwise."""
     if not isinstance(value, list) or not all(is_finite(number) and number > 0 for number in value):
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be a list of positive numbers.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be a list of positive numbers.")
     return tuple(map(float, value))
 
 
 def flag(value: object, name: str) -> bool:
-    """Return a boolean; null is false. Raises CheckpointError for anything else."""
+    """Return a boolean; null is false. Raises InvalidValueError for anything else."""
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be true or false.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be true or false.")
     return bool(value)
 
 
 def table(value: object, name: str) -> dict[str, Any]:
-    """Return a copy of a JSON object; null is an empty one. Raises CheckpointError for anything else."""
+    """Return a copy of a JSON object; null is an empty one. Raises InvalidValueError for anything else."""
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{name} = {short_repr(value)}; it must be an object.")
+        raise InvalidValueError(f"{name} = {short_repr(value)}; it must be an object.")
     return dict(value or {})

@@ -18,6 +18,10 @@ class CheckpointError(InputError):
     """A checkpoint, or an operation requested on it, is not acceptable."""
 
 
+class InvalidValueError(CheckpointError):
+    """A value in a checkpoint's file has another type or range than it can have. No other operation accepts it."""
+
+
 class NotNativeError(CheckpointError):
     """A setting of a native family that the native decoder does not implement. transformers' classes do."""
 

@@ -16,6 +16,15 @@ _KEY = rb"[^\s#\[\]{}-][^\n]*:(?:[ \t]|\r?$)"
 """The beginning of an entry at the top level: no comment, no item of a list, no end of brackets, not indented."""
 
 
+def is_utf8(card: bytes) -> bool:
+    """Return whether a card can be followed by a section in UTF-8."""
+    try:
+        card.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def front_matter(base_model: str | None, tags: Sequence[str]) -> bytes:
     """Return the front matter of a new card. `base_model`: its name on the hub, if it has one."""
     lines = [f"base_model: {base_model}"] if base_model else []

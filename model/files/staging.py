@@ -171,20 +171,11 @@ class Staging:
         if the area holds finished work of a run with other inputs, and OSError, after removing the area, if the disk
         does not take even the journal.
         """
-        self._patterns = finished_files
-        digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
-        begun_with, finished, size = _read_journal(self._journal)
-        if begun_with == digests and self.folder.is_dir():
-            self.finished = finished
+        digests = _digests(inputs)
+        size = self._find_finished_work(digests, finished_files)
+        if size is not None:
             os.truncate(self._journal, size)  # drop a line that was cut off by a kill
             return
-        self.finished = finished
-        if begun_with is not None and self.holds_finished_work:
-            raise CheckpointError(
-                f"{self.root} holds the finished work of a command with {_difference(begun_with, digests)}; give the "
-                "same to continue it, or remove that folder to start again."
-            )
-        self.finished = {}
         for left in (self.folder, self.scratch):
             if left.exists():
                 shutil.rmtree(left)  # an error passes: what stays would be taken for this run's
@@ -195,6 +186,29 @@ class Staging:
             with suppress(OSError):
                 self.discard()
             raise _write_error(error) from error
+
+    def check_inputs(self, inputs: Mapping[str, object], finished_files: Sequence[str] = ()) -> None:
+        """Raise CheckpointError if `open` would, for a run with other inputs. Writes nothing, and needs no lock."""
+        self._find_finished_work(_digests(inputs), finished_files)
+
+    def _find_finished_work(self, digests: Mapping[str, str], finished_files: Sequence[str]) -> int | None:
+        """Read what a run with these inputs has finished.
+
+        Return the bytes of its journal before a broken line; None if there is no such run. Raises CheckpointError if
+        there is finished work of a run with other inputs.
+        """
+        self._patterns = finished_files
+        begun_with, self.finished, size = _read_journal(self._journal)
+        if self.folder.is_dir():
+            if begun_with == digests:
+                return size
+            if begun_with is not None and self.holds_finished_work:
+                raise CheckpointError(
+                    f"{self.root} holds the finished work of a command with {_difference(begun_with, digests)}; give "
+                    "the same to continue it, or remove that folder to start again."
+                )
+        self.finished = {}
+        return None
 
     @property
     def holds_finished_work(self) -> bool:
@@ -306,6 +320,10 @@ def _remove(folder: Path) -> None:
             shutil.rmtree(folder)
     except OSError as error:
         console.warn(f"{folder} could not be removed ({error}); it is no longer needed.")
+
+
+def _digests(inputs: Mapping[str, object]) -> dict[str, str]:
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:

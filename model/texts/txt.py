@@ -30,7 +30,7 @@ def read(piece: Piece, text_column: str) -> Iterator[Record]:
     try:
         document = content.decode("utf-8-sig") or EMPTY
     except UnicodeDecodeError as error:
-        document = Problem(f"not valid UTF-8 at byte {error.start + 1}")
+        document = Problem(f"not valid UTF-8 at byte {error.start + 1}; convert it with iconv")
     yield Record(1, piece.nbytes, document)
 
 

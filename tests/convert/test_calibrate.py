@@ -89,7 +89,7 @@ def test_a_finished_calibration_is_not_lost_to_another_command(convert, parent, 
         assert convert(*arguments, prose).code == 1
     layers = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.groupwise/scratch").iterdir()}
     assert layers
-    convert(*arguments, prose, "--seed", 5).refused("holds the finished work of a command with another --seed; give")
+    convert(*arguments, prose, "--refit").refused("holds the finished work of a command with another --refit; give")
     convert(*arguments, "shipped").refused("with another --calibration;")
     convert(*arguments, prose, "--max-shard-size", "9MB").refused("with another --max-shard-size;")
     monkeypatch.setattr(conversion, "write_shards", lambda *given: compare(layers) or write_shards(*given))
@@ -205,7 +205,7 @@ def test_refused(convert, parent, tmp_path, prose, options, words):
     ("name", "content", "words"),
     [
         ("bad.txt.xz", b"no xz", "bad.txt.xz: the compressed data is damaged"),
-        ("bad.txt", b"\xff\xfe\x00", "bad.txt: not valid UTF-8 at byte 1."),
+        ("bad.txt", b"\xff\xfe\x00", "bad.txt: not valid UTF-8 at byte 1; convert it with iconv."),
         ("bad.jsonl", b'{"text": "a"}\n{"texts": 1}\n', "bad.jsonl:2: no field 'text' among 'texts'"),
         ("bad.jsonl", b"[1", "bad.jsonl is a JSON array; write one object per line"),
         ("bad.jsonl", b"{1", "bad.jsonl:1: not valid JSON"),
@@ -230,6 +230,12 @@ def test_calibration_texts_that_cannot_be_read(convert, parent, tmp_path, name, 
     (tmp_path / name).write_bytes(content)
     options = ("--method", "pca", "--calibration", tmp_path / name)
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options).refused(words)
+
+
+def test_none_is_not_joined(convert, parent, tmp_path):
+    convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, "--calibration", "self+none").refused(
+        "--calibration self+none: give each of self and shipped once, then a text"
+    )
 
 
 @pytest.mark.parametrize("wrong", [300, -1])

@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.common.model_card import of_derived_model
+from model.files.staging import Staging
 
 LAYOUTS = {
     "plain": {},
@@ -283,6 +284,46 @@ def test_second_conversion_remembers_the_first(convert, source, tmp_path):
     record = json.loads((tmp_path / "two/groupwise.json").read_text())
     assert record["source"]["groupwise"]["groups"] == 4
     convert("verify", tmp_path / "four", tmp_path / "two").succeeded()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--groups", 2, "--method", "mean", "--seed", 7), "--seed has no effect here: nothing is drawn at random."),
+        (("--groups", 8, "--method", "pca"), "--method has no effect: the model has 8 K/V heads already."),
+    ],
+)
+def test_options_without_an_effect(convert, source, tmp_path, options, words):
+    """They are not recorded either, so that the same output has the same record."""
+    result = convert("mha-to-gqa", source, tmp_path / "out", *options).succeeded()
+    assert result.err == f"Warning: {words}\n"
+    record = json.loads((tmp_path / "out/groupwise.json").read_text())
+    assert (record["method"], record["seed"]) == ("mean", 0)
+    (tmp_path / "out/groupwise.json").write_text(json.dumps({**record, "seed": 7}))
+    result = convert("verify", source, tmp_path / "out")
+    assert (result.code, result.err) == (3, "DIFFERENT: groupwise.json has seed = 7; it should be 0\n")
+
+
+def test_dry_run_sees_the_finished_work_of_another_command(convert, source, tmp_path):
+    out = tmp_path / "out"
+    staging = Staging(out)
+    with staging:
+        staging.open({"--method": "pca"})
+        staging.record("a piece", 1)
+    before = tiny.snapshot(tmp_path)
+    for dry in ((), ("--dry-run",)):
+        convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean", *dry).refused(
+            f"{staging.root} holds the finished work of a command with another --method", "or remove that folder"
+        )
+        assert tiny.snapshot(tmp_path) == before
+
+
+def test_a_card_that_is_not_utf_8(convert, source, tmp_path):
+    (source / "README.md").write_bytes("# Größe".encode("utf-16"))
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
+    assert "README.md is not UTF-8, so that of the output does not contain it" in " ".join(result.out.split())
+    assert (tmp_path / "out/README.md").read_text().startswith("---\n")
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 def test_random_depends_on_the_seed_only(convert, source, tmp_path):

@@ -89,6 +89,13 @@ def test_a_damaged_tokenizer_is_no_reason_for_another_method(convert, source, tm
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused("tokenizer.json is damaged")
 
 
+def test_a_wrong_value_is_no_reason_for_another_method(convert, source, tmp_path):
+    tiny.edit_config(source, rms_norm_eps="1e-5")
+    result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2)
+    result.refused("config.json has rms_norm_eps = '1e-5'; it must be a finite number of at least 0.")
+    assert "--method mean" not in result.err
+
+
 def test_nothing_to_merge_needs_no_method(convert, source, tmp_path):
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 8).succeeded()
     assert record(tmp_path / "out")["method"] == "mean"

@@ -477,7 +477,7 @@ def test_txt(tmp_path):
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
     assert read_all("txt", path) == [(str(path), "one\r\ntwo\n")]
     path.write_bytes(b"one \xff")
-    assert read_all("txt", path) == [(str(path), Problem("not valid UTF-8 at byte 5"))]
+    assert read_all("txt", path) == [(str(path), Problem("not valid UTF-8 at byte 5; convert it with iconv"))]
     path.write_bytes(b"")
     assert read_all("txt", path) == [(str(path), EMPTY)]
 

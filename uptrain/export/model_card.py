@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.hf_folder import read_config
+from model.common.console import warn
 from model.common.counts import format_count
-from model.common.model_card import UPTRAINING_DETAILS, front_matter, of_derived_model
+from model.common.model_card import UPTRAINING_DETAILS, front_matter, is_utf8, of_derived_model
 from model.common.printable import markdown, markdown_code
 from model.files.names import MODEL_CARD
 from model.files.paths import leads_outside
@@ -23,6 +24,9 @@ def model_card(source: Path, record: dict[str, Any]) -> bytes:
     """Return `README.md`. `source` is the folder of the initial model, `record` the content of uptraining.json."""
     path = source / MODEL_CARD
     has_card = path.is_file() and not leads_outside(path, source)
+    if has_card and not is_utf8(read_bytes_up_to(path, MAX_CONFIG_BYTES)):
+        warn(f"{path} is not UTF-8, so the new model card does not contain it; convert it with iconv.")
+        has_card = False
     model = record["settings"]["model"]
     base_model = model if "/" in model else None  # a name on the hub has an owner
     card = read_bytes_up_to(path, MAX_CONFIG_BYTES) if has_card else front_matter(base_model, ["groupwise"])

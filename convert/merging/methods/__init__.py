@@ -27,8 +27,9 @@ if TYPE_CHECKING:  # the command line reads HEAD_METHODS for its help, without t
     LayerMethod = Callable[[Moments], Maps]
     Alternatives = Callable[[Moments, Maps, Moments], tuple[Maps, ...]]
 
+RANDOM = "random"
 # One module each in this folder.
-HEAD_METHODS = ("mean", "first", "random")
+HEAD_METHODS = ("mean", "first", RANDOM)
 LAYER_METHODS = ("aligned", "pca", "fit")
 CALIBRATED = ("fit",)
 """Layer methods that need a calibration text."""
