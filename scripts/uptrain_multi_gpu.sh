@@ -12,6 +12,16 @@ case $gpus in
         echo "Error: GPUS=$gpus is not a number of GPUs; give 4, for example." >&2
         exit 2 ;;
 esac
+case $layout in
+    ddp | fsdp2) ;;
+    *)
+        echo "Error: LAYOUT=$layout is unknown; choose ddp or fsdp2." >&2
+        exit 2 ;;
+esac
+if [ -n "${GPUS:-}" ] && [ "$gpus" -eq 0 ]; then
+    echo "Error: GPUS=$gpus; give at least 1, or leave it out to use all GPUs." >&2
+    exit 2
+fi
 if [ "$gpus" -eq 0 ]; then
     echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
     exit 2

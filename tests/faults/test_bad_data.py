@@ -358,7 +358,9 @@ def test_a_share_of_less_than_a_token(prepare, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(line() * 9)
     data = f"{tmp_path}/a.jsonl=99", "--data", f"{tmp_path}/b.jsonl=1"
-    prepare(data[0], options=(*data[1:], "--tokens", 10)).refused("its share of --tokens 10 is less than one token")
+    prepare(data[0], options=(*data[1:], "--tokens", 10)).refused("its share of 10 tokens is less than one token")
+    tiny_share = f"{tmp_path}/a.jsonl=0.9999", "--data", f"{tmp_path}/b.jsonl=0.0001"
+    prepare(tiny_share[0], options=tiny_share[1:]).refused("b.jsonl: its share of ", "raise its weight, or --tokens")
 
 
 def test_some_sources_weighted_and_some_not(prepare, tmp_path):

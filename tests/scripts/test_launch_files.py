@@ -108,6 +108,7 @@ def test_one_gpu_needs_no_launcher(shell, layout):
 def test_multi_gpu_without_a_gpu(shell):
     for wrong in ("0", "x", "-1"):
         assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS=wrong) == (2, []), wrong
+    assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="2", LAYOUT="fsdp") == (2, [])
 
 
 def test_multi_cpu(shell):
@@ -116,7 +117,7 @@ def test_multi_cpu(shell):
     assert lines[0] == "launcher"
     assert Path(lines[2]) == SCRIPTS / "launch/accelerate/ddp.yaml"
     assert lines[3:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
-    for wrong in ("", "0", "x", "2x", "-1"):
+    for wrong in ("", "0", "00", "x", "2x", "-1"):
         code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=wrong)
         assert code and not lines, wrong
 

@@ -26,7 +26,7 @@ def record(n_tokens):
 
 @given(st.data(), PARTS)
 def test_the_largest_mixture_uses_up_a_source(data, parts):
-    available = [data.draw(st.integers(1000, 10**6)) for _ in parts]
+    available = [data.draw(st.integers(10**5, 10**7)) for _ in parts]  # so that no share is less than a token
     source_quotas = [SourceQuota("", [Unit(i, i, "txt", ())], None, part) for i, part in enumerate(parts)]
     final = finalise_quotas(source_quotas, None, {i: record(n) for i, n in enumerate(available)})
     quotas = [source_quota.quota if len(parts) > 1 else available[0] for source_quota in final]

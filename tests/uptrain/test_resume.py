@@ -49,6 +49,31 @@ def test_with_evaluations(inputs, tmp_path, loss):
     assert_same_run(whole, pieces)
 
 
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        ([("settings", "lr", 0.5)], ["settings.lr = 0.5, but the budget has", "settings cannot be edited"]),
+        ([("settings", "steps", 99)], ["settings.steps = 99, but the budget has 12"]),
+        (
+            [("settings", "steps", 1), ("settings", "warmup_steps", 0), ("budget", "steps", 1)],
+            ["step-00000002 is beyond the run's 1 steps"],
+        ),
+        ([("settings", "global_batch", 4)], ["settings.global_batch = 4, but the budget has steps of 256 tokens"]),
+        ([("settings", "teacher", "other")], ["has settings.teacher = other, but no identities.teacher"]),
+    ],
+)  # fmt: skip
+def test_settings_that_were_edited(inputs, tmp_path, uptrain, edits, words):
+    run = tmp_path / "run"
+    drive([{"arguments": arguments(inputs, run), "stop_in": 1}])
+    content = json.loads((run / "run.json").read_text())
+    for part, key, value in edits:
+        content[part][key] = value
+    (run / "run.json").write_text(json.dumps(content))
+    before = tiny.snapshot(run)
+    uptrain("resume", run).refused(*words)
+    assert tiny.snapshot(run) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_any_number_of_processes_sees_the_same_samples(inputs, tmp_path, sharded):

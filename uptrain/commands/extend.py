@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from model.common.command_options import PathType, ShareType
+from model.common.launcher_variables import is_main_process
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.commands.resume import WithSettingsOfTheRun
 from uptrain.distributed.signals import stop_request
@@ -35,7 +36,8 @@ def command(
     from uptrain.runs.make_folder import refuse_existing
 
     Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
-    refuse_existing(out)
+    if is_main_process():  # it may have made OUT before another process gets here
+        refuse_existing(out)
     from uptrain.runs.launch import launch_extended
 
     launch_extended(run, out, alpha, tokens, steps, max_minutes)

@@ -58,7 +58,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     longer = find_data(replace(run.settings, steps=steps), folder)
     first_decay = decay_start(longer.lr_schedule)
     assert first_decay is None or first_decay >= branch
-    check_same_data(longer.data, run.cache_sha256)
+    check_same_data(run, longer.data)
     check_same(longer, run.fingerprints, with_model=False)
     parent = {"run": str(folder.resolve()), "step": branch}
     tokens = steps * run.budget.global_batch_tokens

@@ -7,11 +7,12 @@ from pathlib import Path
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.same_bytes import sampled_rows
 from model.common.errors import InputError
+from model.files.names import RUN_JSON
 from model.language_model import InsideWrapper, open_language_model
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
 from uptrain.models.load import frozen_names
-from uptrain.runs.folder import FINGERPRINTED
+from uptrain.runs.folder import FINGERPRINTED, Run
 from uptrain.runs.settings import Settings
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16
@@ -61,9 +62,13 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
     """
     check_same_frozen(settings, recorded)
     for name, other in FINGERPRINTED.items():
-        if name not in recorded or (name == "model" and not with_model):
+        if not getattr(settings, name) or (name == "model" and not with_model):
             continue
         path = Path(getattr(settings, name))
+        if name not in recorded:
+            raise InputError(
+                f"{RUN_JSON} has settings.{name} = {path}, but no identities.{name}; settings cannot be edited."
+            )
         if not path.exists():
             raise InputError(
                 f"{path}, the run's {name.replace('_', ' ')}, does not exist; restore it, or put a link to it there."
@@ -72,13 +77,19 @@ def check_same(settings: Settings, recorded: dict[str, str], with_model: bool) -
             raise InputError(f"{path} is {other} than when the run began; restore it, or start a new run.")
 
 
-def check_same_data(data: str, sha256: str) -> None:
-    """Raise InputError if the training data differ from those the run began with."""
-    current = TokenCache.open(Path(data)).manifest.sha256
+def check_same_data(run: Run, data: str) -> None:
+    """Raise InputError if the training data, or the tokens of a step, differ from those the run began with."""
+    manifest = TokenCache.open(Path(data)).manifest
+    current, sha256 = manifest.sha256, run.cache_sha256
     if current != sha256:
         raise InputError(
             f"{data} holds other data than when the run began (sha256 {current[:12]}, then {sha256[:12]}); "
             "restore that cache, or start a new run."
+        )
+    if run.settings.global_batch * manifest.seq_len != run.budget.global_batch_tokens:
+        raise InputError(
+            f"{RUN_JSON} has settings.global_batch = {run.settings.global_batch}, but the budget has steps of "
+            f"{run.budget.global_batch_tokens:,} tokens, in windows of {manifest.seq_len:,}; settings cannot be edited."
         )
 
 

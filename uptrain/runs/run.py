@@ -105,7 +105,7 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     accelerator = make_accelerator(settings.precision, layers, settings.track, folder)
     check_replicas(accelerator)
     check_batch(settings.global_batch, accelerator.num_processes, is_new=False)
-    check_same_data(settings.data, run.cache_sha256)
+    check_same_data(run, settings.data)
     lock = _RunLock(accelerator, folder)
     with lock.held():
         checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
@@ -211,7 +211,7 @@ def train_run(
 
 
 def _run_id(folder: Path) -> str:
-    """Return an id that the run keeps when it is resumed, and no other run has."""
+    """Return an id that the run keeps when it is resumed, unless its folder was moved, and no other run has."""
     made = (folder / MODEL).stat().st_mtime_ns
     return hashlib.sha256(f"{folder.resolve()} {made}".encode()).hexdigest()[:16]
 

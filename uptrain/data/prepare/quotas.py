@@ -119,9 +119,8 @@ def _largest_mixture(source_quota: SourceQuota, records: Records) -> int:
 def left_out_warning(source_quotas: list[SourceQuota], records: Records) -> str | None:
     """Return a warning if a mixture, which is as large as its sources allow, leaves out a hundredth of the tokens."""
     available = sum(source_quota.finished_tokens(records) for source_quota in source_quotas)
-    left = available - sum(
-        source_quota.quota or source_quota.finished_tokens(records) for source_quota in source_quotas
-    )
+    taken = (each.finished_tokens(records) if each.quota is None else each.quota for each in source_quotas)
+    left = available - sum(taken)
     if left < available / 100:
         return None
     first = min(source_quotas, key=lambda source_quota: _largest_mixture(source_quota, records))
@@ -145,10 +144,10 @@ def _why_empty(source_quota: SourceQuota, records: Records) -> str:
 def _check_not_empty(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
     """Raise InputError if a source gives no tokens."""
     available = source_quota.finished_tokens(records)
-    if available == 0 and source_quota.quota == 0:
+    if source_quota.quota == 0:
         raise InputError(
-            f"{source_quota.name}: its share of --tokens {n_tokens} is less than one token; raise --tokens or its "
-            "weight."
+            f"{source_quota.name}: its share of {n_tokens:,} tokens is less than one token; raise its weight, or "
+            "--tokens."
         )
     if available == 0:
         raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
