@@ -88,3 +88,14 @@ def test_sizes_of_latent_attention(convert, source, tmp_path):
         options = ("--latent", row["latent"], "--rope", row["rope"], "--calibration", "none", "--dry-run", "--json")
         plan = json.loads(convert("mha-to-mla", wide, tmp_path / "out", *options).out)
         assert plan["kv_cache_bytes_per_token"]["after"] == row["kv_cache_bytes_per_token"]
+
+
+def test_sizes_of_a_float16_model_need_another_dtype(convert, tmp_path):
+    """Or another norm: float16 cannot hold what the default norm needs."""
+    half, full = (tiny.save(tiny.build(), tmp_path / dtype, dtype) for dtype in ("float16", "bfloat16"))
+    advice = "The weights are float16: add --dtype bfloat16, or --latent-norm bias."
+    shown = [" ".join(convert("inspect", folder).out.split()) for folder in (half, full)]
+    assert [advice in each for each in shown] == [True, False]
+    sizes = ("--latent", 8, "--rope", 8, "--calibration", "none", "--dry-run")
+    convert("mha-to-mla", half, tmp_path / "out", *sizes).refused("give --dtype bfloat16")
+    convert("mha-to-mla", half, tmp_path / "out", *sizes, "--dtype", "bfloat16").succeeded()
