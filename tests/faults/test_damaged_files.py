@@ -104,7 +104,7 @@ def test_a_source_replaced_after_it_was_opened_is_noticed(convert, source, tmp_p
 
 
 class Conversion:
-    file, tensors = "layer.npz", ("k",)
+    file, tensor_names = "layer.npz", ("k",)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "zeros", "missing"])

@@ -118,6 +118,7 @@ def test_read_fails_midway(convert, source, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fail)
+        patch.setattr("convert.output.write_shards.file_sha256", fail)  # else a checksum may be finished first
         result = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out")
     assert result.code == 1
     assert os.strerror(errno.EIO) in result.err

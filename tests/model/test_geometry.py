@@ -55,7 +55,7 @@ def test_a_base_model_without_lm_head_and_prefix(tmp_path):
     model = tiny.build()
     folder = tiny.save(model, tmp_path / "m")
     save_file(model.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    assert geometry_of(folder).attention.heads(8)[0].tensors == ("layers.0.self_attn.k_proj.weight",)
+    assert geometry_of(folder).attention.heads(8)[0].tensor_names == ("layers.0.self_attn.k_proj.weight",)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
