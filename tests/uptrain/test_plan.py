@@ -149,7 +149,7 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     once = plan(uptrain, source, "--steps", 2, *size)
     assert once["data"] == {"cache": str(cache), "tokens": 100_000, "windows": 25, "epochs": 0.8}
     assert (once["seq_len"], once["windows_per_step"], once["warnings"]) == (4000, 10, [beyond_context("4,000")])
-    assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data {cache}"
+    assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data HELD-OUT"
     often = plan(uptrain, source, "--steps", 5, *size)
     repeated = "the data are read 2.00 times; prepare more tokens to see each only once."
     assert often["warnings"] == [repeated, beyond_context("4,000")]

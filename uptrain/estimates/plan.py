@@ -120,7 +120,7 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
         "memory": _memory(run),
         "time": _time(run),
         "processes": options.processes,
-        "first_loss": _first_loss(options.model, options.teacher, options.data),
+        "first_loss": _first_loss(options.model, options.teacher),
         "warnings": _warnings(run, data_use),
     }
 
@@ -312,7 +312,7 @@ def _data_use(run: _Run, manifest: Manifest | None) -> dict[str, Any] | None:
     return {"cache": str(run.options.data), "tokens": manifest.n_tokens, "windows": n_windows, "epochs": epochs}
 
 
-def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
+def _first_loss(model: Path, teacher: Path | None) -> str:
     """Return the first loss to expect after a conversion, and the command that measures it.
 
     Nothing is expected of a model trained since.
@@ -322,7 +322,7 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         shlex.quote(str(model)),
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
-    measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
+    measure = " ".join([*words, "--data HELD-OUT"])
     facts = None if was_uptrained(model) else find_facts(conversion_method(model))
     expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"
