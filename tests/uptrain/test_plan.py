@@ -157,6 +157,14 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
 
 
+@pytest.mark.parametrize(
+    ("steps", "schedule", "expected"), [(3, "wsd", 4.2), (3, "cosine", 3.2), (2, "wsd", 3.2), (1, "constant", 1.2)]
+)
+def test_room_for_the_checkpoints_that_the_run_keeps(uptrain, source, steps, schedule, expected):
+    needed = plan(uptrain, source, "--steps", steps, *SIZE, "--schedule", schedule)["memory"]["kv"]
+    assert needed["disk_bytes"] == round(expected * (needed["masters_bytes"] + needed["optimizer_bytes"]))
+
+
 def test_memory_and_time_for_processes_and_teacher(uptrain, source, teacher):
     one = plan(uptrain, source, "--tokens", "1B", *SIZE)
     needed = one["memory"]["all"]

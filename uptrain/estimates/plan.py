@@ -27,7 +27,7 @@ from uptrain.budget.conversion_record import (
 )
 from uptrain.budget.identify import find_original, shape_warning
 from uptrain.budget.methods import find_facts, peak_divisor
-from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
+from uptrain.checkpoints.files import DEFAULT_KEEP_LAST, checkpoints_on_disk
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import Manifest
 from uptrain.estimates import REPLICATED, SHARDED
@@ -222,12 +222,14 @@ def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
     estimator, numbers = run.estimator, run.device_counts
     if part not in parts_of(estimator.config):
         return None
+    # At the default interval, as many checkpoints are kept as if each step were saved.
+    on_disk = checkpoints_on_disk(DEFAULT_KEEP_LAST, 1, run.budget.steps, run.schedule.kind)
     needed = estimator.memory(MemoryOptions(part, run.micro_batch))
     minimum = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
         "host_bytes": estimator.host_bytes(needed),
-        "disk_bytes": round(CHECKPOINTS_ON_DISK * (needed.masters + needed.optimizer)),
+        "disk_bytes": round(on_disk * (needed.masters + needed.optimizer)),
     }
     return {**kinds, **_totals(needed, numbers), "minimum": _totals(minimum, numbers), **others}
 
