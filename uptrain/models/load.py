@@ -221,12 +221,10 @@ def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
 
 
 def stored_always_float32_names(folder: Path) -> frozenset[str]:
-    """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
+    """Return the names in the files of a folder, not of a native model, of parameters that are always float32.
 
-    Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
+    Their modules in transformers cannot cast them, even if they are frozen: norms, scaled embeddings, and routers.
     """
-    if is_native(read_language_config(folder)):
-        return frozenset()
     names, stored = always_float32_names(build_meta_from_config(folder)), stored_names(folder)
     return frozenset(file_name for name in names for file_name in stored[name.removeprefix(HF_PREFIX)])
 
