@@ -48,7 +48,7 @@ class EvaluateOptions:
     device: str
 
 
-def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, Any]:
+def evaluate_folder(options: EvaluateOptions, quiet: bool) -> dict[str, Any]:
     """Evaluate a checkpoint folder on a token cache or texts.
 
     Returns the `EvalResult`, the perplexity and the tokens of a window, ready for JSON.

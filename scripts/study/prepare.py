@@ -70,7 +70,7 @@ class Workspace:
     def run_folder(self, seed: int, variant: str) -> Path:
         return self.home / (f"parent-{seed}-{variant}" if variant else f"parent-{seed}")
 
-    def parent_folder(self, seed: int, variant: str = "") -> Path:
+    def parent_folder(self, seed: int, variant: str) -> Path:
         """Return the folder of the parent, or of a variant of it (`variants`)."""
         run = self.run_folder(seed, variant)
         return run.with_name(f"{run.name}-hf")

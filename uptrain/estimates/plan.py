@@ -284,7 +284,7 @@ def program_on(devices: int) -> str:
 
 
 def run_command(
-    chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int = 1
+    chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int
 ) -> str:
     """Return the beginning of a command that trains as chosen, without data, budget and output."""
     words = [program_on(devices), "run", shlex.quote(model)]
