@@ -21,7 +21,6 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main, warn_on_local_main
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing, check_teachers_tokenizer
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
@@ -137,9 +136,7 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     check_cache_vocabulary(cache, vocab_size, options.data)
     teacher = None
     if options.teacher is not None:
-        teacher = load_teacher(options.teacher, precision)
-        if precision == "bf16":
-            use_float32_states(teacher)
+        teacher = load_teacher(options.teacher, precision, float32_states=True)
         check_same_vocab_size(vocab_size, teacher.lm_head_weight.shape[0], str(options.teacher))
         teacher.to(accelerator.device)
     return LossModule(student, WITHOUT_TEACHER, teacher)

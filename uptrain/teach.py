@@ -40,7 +40,6 @@ from uptrain.data.teacher_logits import (
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.machine_shards import MachineShard, open_machine_shards, open_staging, staged_bytes, staging_out
-from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing
 from uptrain.models.load import build_meta_from_folder, load_teacher
 from uptrain.runs.fingerprints import model_sha256
@@ -243,9 +242,7 @@ def _write_shards(
         return
     device = choose_device(AUTO_DEVICE)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
-    teacher = load_teacher(folder, precision).to(device)
-    if precision == "bf16":
-        use_float32_states(teacher)
+    teacher = load_teacher(folder, precision, float32_states=True).to(device)
     micro_batch = micro_batch_without_gradients(teacher, cache.seq_len)
     in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:

@@ -201,9 +201,9 @@ class Counted:
 
         self.calls, self._load = [], load_teacher
 
-    def __call__(self, *given):
+    def __call__(self, *given, **options):
         self.calls.append(given)
-        return self._load(*given)
+        return self._load(*given, **options)
 
 
 def test_the_same_command_again(uptrain, inputs, teach, tmp_path):
