@@ -112,7 +112,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
 
 def _publish(manifest: LogitsManifest, staging: Staging) -> None:
     staging.keep_only(name for shard in manifest.shards for name in shard.files)
-    write_file(staging.folder / MANIFEST, manifest.text())
+    write_file(staging.folder / MANIFEST, manifest.to_json())
     sync_file(staging.folder / MANIFEST)
     staging.publish()
 

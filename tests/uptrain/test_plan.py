@@ -31,7 +31,7 @@ def cache(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     shard = CacheShard("tokens-00000.bin", "documents-00000.bin", 100_000, 10, "a" * 64, "b" * 64)
-    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).text())
+    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).to_json())
     return folder
 
 
