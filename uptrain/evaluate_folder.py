@@ -14,7 +14,7 @@ from model.common.errors import InputError, prefix_path
 from model.common.launcher_variables import several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
-from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
+from uptrain.data.checks import check_cache_vocabulary, check_has_targets, check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_prepared_data, seq_len_of
 from uptrain.data.token_cache import TokenCache
@@ -90,8 +90,6 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with fast_float32_matmul(accelerator.device.type), progress as advance:
         result = evaluate(loss_module, cache, size, accelerator, advance=advance)
-    if not result.targets:
-        raise InputError(f"{options.data} has nothing to predict: no document in it has two tokens.")
     for folder, loss in ((options.model, result.loss), (options.teacher, result.teacher_loss)):
         if loss is not None and not math.isfinite(loss):
             raise InputError(
@@ -126,6 +124,7 @@ def _open_data(
     path = on_main(accelerator, make)
     cache = TokenCache.open(path)
     check_tokenizer(cache.manifest.tokenizer_sha256, path, options.model)
+    check_has_targets(cache, options.data)
     return cache
 
 
