@@ -51,7 +51,7 @@ from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import (
     NO_STEP,
-    NonFiniteGradientsError,
+    RunHaltedError,
     Training,
     TrainingProgress,
     log_tracker_failures,
@@ -179,7 +179,7 @@ def train_run(
 ) -> str:
     """Train a run from `progress.step`; return the status that run_state.json then holds.
 
-    Raises NonFiniteGradientsError like the loop, and RunError if the last checkpoint could not be written.
+    Raises RunHaltedError like the loop, and RunError if the last checkpoint could not be written.
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
@@ -193,7 +193,7 @@ def train_run(
     except Exception as error:
         failure = explain_error(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
-            status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
+            status = "halted" if isinstance(error, RunHaltedError) else "failed"
             _write_last_run_state(folder, status, progress.step, str(failure))
         if failure is error:
             raise
