@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint folder on a token cache or texts, beside a teacher."""
+"""Evaluate a checkpoint folder on a token cache or texts, and compare it with a teacher."""
 
 import math
 import shlex

@@ -1,4 +1,4 @@
-"""Distil the default merge of a model for a moment, on texts of one kind, and measure it on texts of every kind.
+"""Distil the default merge of a model for a few steps, on texts of one kind, and measure it on texts of every kind.
 
     python -m scripts.study.distil_on_text_kinds .study/merges/smollm2_kinds --work .study/distilled
 
@@ -22,7 +22,7 @@ from scripts.study.results import read_lines
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MIXTURE = programs.ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 KINDS = ("chat", "python", "shipped", "self")
-"""Texts to train on: of a kind, the shipped calibration text, or what the parent writes itself."""
+"""Texts to train on: of a kind, the shipped calibration text, or text that the parent generates."""
 STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
 OWN_TOKENS = 32_768
 HELD_OUT_WINDOWS = 4
