@@ -100,7 +100,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         if missing:
             with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
                 cache.verify(advance)
-        with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
+        with console.progress_bar("Computing logits", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
             part = f"{own_shard.number}/{own_shard.of}"

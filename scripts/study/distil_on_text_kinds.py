@@ -43,7 +43,7 @@ def main(folder: Path, work: Path, lr: float) -> None:
     lines = read_lines(results) if results.exists() else []
     parent_sha256 = weights_hash(parent)
     if any(line.get("parent_sha256") != parent_sha256 for line in lines):
-        raise click.ClickException(f"{work} has results of another parent or version; take another --work.")
+        raise click.ClickException(f"{work} has results of another parent or version; choose another --work.")
     done = {(line["distilled_on"], line["lr"]) for line in lines}
     programs.run("convert", "mha-to-mqa", parent, merged, "--overwrite", "--json")
     for kind in (None, *KINDS):

@@ -232,7 +232,7 @@ def test_a_run_that_does_not_fit_is_refused_before_weights_are_read(uptrain, sev
     monkeypatch.setattr(device_memory, "usable_memory", lambda: int(24e9))
     uptrain(*fixed).refused(
         "--trainable all needs an estimated 12", "24 GB free", f"this fits: uptrain run {model} --teacher {teacher}",
-        "--trainable kv", "or try it all the same, with --micro-batch 1",
+        "--trainable kv", "or try anyway, with --micro-batch 1",
     )  # fmt: skip
     monkeypatch.setattr(device_memory, "usable_memory", lambda: int(3e9))
     uptrain(*fixed).refused("nothing fits", f"uptrain plan {model} --memory 3GB")
