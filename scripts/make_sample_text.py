@@ -100,7 +100,7 @@ def _end(text: str, wanted: int) -> int:
     return wanted
 
 
-def join_short_documents(documents: Iterable[str], between: str = "\n\n") -> Iterator[str]:
+def join_short_documents(documents: Iterable[str]) -> Iterator[str]:
     """Yield documents, with short ones joined."""
     pending = ""
     for document in documents:
@@ -108,7 +108,7 @@ def join_short_documents(documents: Iterable[str], between: str = "\n\n") -> Ite
         if pending and len(pending) + len(document) > LONGEST:
             yield pending
             pending = ""
-        pending = pending + between + document if pending else document
+        pending = f"{pending}\n\n{document}" if pending else document
         if len(pending) >= SHORTEST:
             yield pending
             pending = ""

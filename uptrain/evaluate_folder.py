@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint folder on a token cache or texts, beside a teacher."""
+"""Evaluate a checkpoint folder on a token cache or texts, and compare it with a teacher."""
 
 import math
 import shlex
@@ -14,14 +14,13 @@ from model.common.errors import InputError, prefix_path
 from model.common.launcher_variables import several_machines
 from model.decoder.devices import fast_float32_matmul
 from model.language_model import read_language_config
-from uptrain.data.checks import check_cache_vocabulary, check_tokenizer
+from uptrain.data.checks import check_cache_vocabulary, check_has_targets, check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import ensure_cache, is_prepared_data, seq_len_of
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main, warn_on_local_main
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing, check_teachers_tokenizer
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
@@ -48,7 +47,7 @@ class EvaluateOptions:
     device: str
 
 
-def evaluate_folder(options: EvaluateOptions, quiet: bool = True) -> dict[str, Any]:
+def evaluate_folder(options: EvaluateOptions, quiet: bool) -> dict[str, Any]:
     """Evaluate a checkpoint folder on a token cache or texts.
 
     Returns the `EvalResult`, the perplexity and the tokens of a window, ready for JSON.
@@ -91,8 +90,6 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
     with fast_float32_matmul(accelerator.device.type), progress as advance:
         result = evaluate(loss_module, cache, size, accelerator, advance=advance)
-    if not result.targets:
-        raise InputError(f"{options.data} has nothing to predict: no document in it has two tokens.")
     for folder, loss in ((options.model, result.loss), (options.teacher, result.teacher_loss)):
         if loss is not None and not math.isfinite(loss):
             raise InputError(
@@ -127,6 +124,7 @@ def _open_data(
     path = on_main(accelerator, make)
     cache = TokenCache.open(path)
     check_tokenizer(cache.manifest.tokenizer_sha256, path, options.model)
+    check_has_targets(cache, options.data)
     return cache
 
 
@@ -137,9 +135,7 @@ def _load_models(options: EvaluateOptions, cache: TokenCache, precision: str, ac
     check_cache_vocabulary(cache, vocab_size, options.data)
     teacher = None
     if options.teacher is not None:
-        teacher = load_teacher(options.teacher, precision)
-        if precision == "bf16":
-            use_float32_states(teacher)
+        teacher = load_teacher(options.teacher, precision, float32_states=True)
         check_same_vocab_size(vocab_size, teacher.lm_head_weight.shape[0], str(options.teacher))
         teacher.to(accelerator.device)
     return LossModule(student, WITHOUT_TEACHER, teacher)

@@ -40,7 +40,6 @@ from uptrain.data.teacher_logits import (
 from uptrain.data.token_cache import Integers, TokenCache, id_dtype
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.machine_shards import MachineShard, open_machine_shards, open_staging, staged_bytes, staging_out
-from uptrain.models.casting_layers import use_float32_states
 from uptrain.models.checks import check_lm_heads, check_packing
 from uptrain.models.load import build_meta_from_folder, load_teacher
 from uptrain.runs.fingerprints import model_sha256
@@ -101,7 +100,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
         if missing:
             with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
                 cache.verify(advance)
-        with console.progress_bar("Teaching", n_missing, quiet, unit="windows") as advance:
+        with console.progress_bar("Computing logits", n_missing, quiet, unit="windows") as advance:
             _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
             part = f"{own_shard.number}/{own_shard.of}"
@@ -113,7 +112,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
 
 def _publish(manifest: LogitsManifest, staging: Staging) -> None:
     staging.keep_only(name for shard in manifest.shards for name in shard.files)
-    write_file(staging.folder / MANIFEST, manifest.text())
+    write_file(staging.folder / MANIFEST, manifest.to_json())
     sync_file(staging.folder / MANIFEST)
     staging.publish()
 
@@ -243,9 +242,7 @@ def _write_shards(
         return
     device = choose_device(AUTO_DEVICE)
     dtypes = np.dtype(VALUES), np.dtype(wanted.dtype).newbyteorder("<")
-    teacher = load_teacher(folder, precision).to(device)
-    if precision == "bf16":
-        use_float32_states(teacher)
+    teacher = load_teacher(folder, precision, float32_states=True).to(device)
     micro_batch = micro_batch_without_gradients(teacher, cache.seq_len)
     in_bf16 = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with fast_float32_matmul(device.type), torch.inference_mode(), in_bf16:

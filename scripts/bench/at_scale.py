@@ -8,7 +8,6 @@ that two and four processes really exchange in tests/scripts/test_at_scale.py. N
 """
 
 import argparse
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from scripts.bench.llama_checkpoint import LLAMA_2_7B, Shape, write_sparse
-from scripts.bench.machine import describe_machine
+from scripts.bench.machine import write_rows
 from uptrain.estimates.memory import COMPUTE_BYTES, GRADIENT_BYTES, MemoryEstimator, MemoryOptions
 from uptrain.estimates.parameter_counts import count_multiplied, count_parameters
 from uptrain.estimates.training_time import MFU, PEAK_FLOPS, flops_per_token_of
@@ -163,14 +162,7 @@ def main() -> None:
         results = [estimates(shape, Path(folder)) for shape in SHAPES]
     print(table(results))
     if options.out:
-        record = {
-            "machine": describe_machine(),
-            "part": PART,
-            "seq_len": SEQ_LEN,
-            "micro_batch": MICRO_BATCH,
-            "rows": results,
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+        write_rows(options.out.with_suffix(".json"), results, part=PART, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH)
         options.out.with_suffix(".md").write_text(table(results) + "\n")
 
 

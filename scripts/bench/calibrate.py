@@ -1,9 +1,9 @@
 """Measure how long a layer of Llama-2-7B's shape takes to calibrate, and extrapolate it to the whole model.
 
-Two layers of random weights are merged 32 → 8 by default, for each number of tokens. Times are of the processor, so
-that a busy machine can measure them, and so is the estimate of --dry-run beside them. A layer takes a + b · tokens.
-This is extrapolated to 32 layers and the default number of tokens, compared with the estimate for these, and divided by
-the number of cores.
+Two layers of random weights are merged 32 → 8 by default, for each number of tokens. Times are processor times,
+which other load on the machine does not lengthen. The estimate of --dry-run beside them is processor time too. A layer
+takes a + b · tokens. This is extrapolated to 32 layers and the default number of tokens, compared with the estimate for
+these, and divided by the number of cores.
 
     OMP_NUM_THREADS=1 python -m scripts.bench.calibrate --tokens 4096 8192
 """

@@ -18,7 +18,6 @@ Memory is the peak of one process: RSS, and RssAnon (anonymous memory, without m
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -31,7 +30,7 @@ from pathlib import Path
 
 from model.common.machine import n_cores
 from scripts.bench.llama_checkpoint import TINY_LLAMA, write_random
-from scripts.bench.machine import describe_machine, read_bytes
+from scripts.bench.machine import read_bytes, write_rows
 from scripts.bench.rounds import in_turns
 
 SHAPE = TINY_LLAMA
@@ -152,11 +151,11 @@ def main() -> None:
             source, out = Path(name, "source"), Path(name, "out")
             total = write_random(SHAPE.of_size(gigabytes * 1e9), source)
             summary = bench(source, out, options.rounds, options.slow_rounds)
-        results.append({"bytes": total, "rounds": options.rounds, "machine": describe_machine(), "candidates": summary})
+        results.append({"bytes": total, "rounds": options.rounds, "candidates": summary})
         show(total, summary)
         if options.json:  # after each size, so that a stop loses little
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(results, indent=2) + "\n")
+            write_rows(options.json, results)
 
 
 def show(total: int, summary: dict[str, dict[str, float]]) -> None:

@@ -90,7 +90,10 @@ class Decoding:
 
     @torch.inference_mode()
     def run(self, steps: int) -> None:
-        """Time alternating steps of both. The first steps follow on another model, and are not counted."""
+        """Time alternating steps of both.
+
+        The first steps come right after another model's, whose data fill the caches, and are not counted.
+        """
         for step in range(WARM_UP + steps):
             for name in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
                 synchronise(self.device)

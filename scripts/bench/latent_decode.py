@@ -7,7 +7,6 @@ all models alternate, because a machine's speed varies, and medians are compared
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from model.decoder.config import read_llama_config
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
-from scripts.bench.machine import describe_machine
+from scripts.bench.machine import write_rows
 
 HIDDEN, HEADS, LAYERS, HEAD_DIM = 1024, 16, 4, 64
 COMMON = {
@@ -48,8 +47,8 @@ def main() -> None:
     rows = [run.row() for run in runs]
     print(table(rows))
     if options.out:
-        record = {"machine": describe_machine(), "options": {**vars(options), "out": str(options.out)}, "rows": rows}
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+        given = {**vars(options), "out": str(options.out)}
+        write_rows(options.out.with_suffix(".json"), rows, options=given)
 
 
 def configs() -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process each
 
-from scripts.bench.machine import describe_machine, write_rows
+from scripts.bench.machine import write_rows
 from scripts.bench.rounds import in_turns, median_ratio, medians
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 
@@ -118,7 +118,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    machine = describe_machine()
     print("| documents | number | ours, MB/s | datasets.map, MB/s | ratio | ours, two workers ÷ one |")
     print("|---|---|---|---|---|---|")
     rows = []
@@ -131,7 +130,7 @@ def main() -> None:
         )
         rows.append({"kind": kind, **row})
     if options.json:
-        write_rows(options.json, rows, **machine, datasets=version("datasets"))
+        write_rows(options.json, rows, datasets=version("datasets"))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM as Theirs
 from model.decoder.config import read_llama_config
 from model.decoder.devices import fast_float32_matmul
 from model.decoder.llama import LlamaForCausalLM as Ours
-from scripts.bench.machine import describe_machine, write_rows
+from scripts.bench.machine import write_rows
 from scripts.bench.rounds import in_turns, median_ratio, medians, seconds
 from scripts.bench.training_inputs import SIZES
 from uptrain.estimates.training_time import PEAK_FLOPS
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    machine, rows = describe_machine(), []
+    rows = []
     titles = ["parameters", "precision", "compile", "ours, tokens/s", f"{options.peer}, tokens/s", "ratio"]
     print(f"| {' | '.join([*titles, 'of a product', 'MFU'])} |")
     print("|---|---|---|---|---|---|---|---|")
@@ -192,7 +192,7 @@ def main() -> None:
                 kind = {"size": size, "parameters": n, "precision": precision, "compile": compiled}
                 rows.append({**kind, "mfu": mfu, **row})
     if options.json:
-        write_rows(options.json, rows, **machine, device=options.device)
+        write_rows(options.json, rows, device=options.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure tokens/s of the ways to distil, as ratios: what is trained, and how the teacher is there.
+"""Measure tokens/s of the ways to distil, as ratios: what is trained, and how the teacher's predictions are provided.
 
     python -m scripts.bench.train_ways --json docs/bench/train_ways.json
 

@@ -66,7 +66,7 @@ def make_cache(folder: Path, documents: list[list[int]]) -> Path:
         (folder / name).write_bytes(values.tobytes())
         sums.append(hashlib.sha256(values.tobytes()).hexdigest())
     shard = CacheShard(*names, len(tokens), len(starts), *sums)
-    (folder / MANIFEST).write_bytes(Manifest(SEQ_LEN, "uint16", VOCAB, "", (shard,)).text())
+    (folder / MANIFEST).write_bytes(Manifest(SEQ_LEN, "uint16", VOCAB, "", (shard,)).to_json())
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Distil the default merge of a model for a moment, on texts of one kind, and measure it on texts of every kind.
+"""Distil the default merge of a model for a few steps, on texts of one kind, and measure it on texts of every kind.
 
     python -m scripts.study.distil_on_text_kinds .study/merges/smollm2_kinds --work .study/distilled
 
@@ -22,7 +22,7 @@ from scripts.study.results import read_lines
 FOLDER = click.Path(file_okay=False, path_type=Path)
 MIXTURE = programs.ROOT / "convert/calibration_text/sample_texts/mixture.jsonl.xz"
 KINDS = ("chat", "python", "shipped", "self")
-"""Texts to train on: of a kind, the shipped calibration text, or what the parent writes itself."""
+"""Texts to train on: of a kind, the shipped calibration text, or text that the parent generates."""
 STEPS, STEP_TOKENS, WINDOW = 12, 2048, 512
 OWN_TOKENS = 32_768
 HELD_OUT_WINDOWS = 4
@@ -43,7 +43,7 @@ def main(folder: Path, work: Path, lr: float) -> None:
     lines = read_lines(results) if results.exists() else []
     parent_sha256 = weights_hash(parent)
     if any(line.get("parent_sha256") != parent_sha256 for line in lines):
-        raise click.ClickException(f"{work} has results of another parent or version; take another --work.")
+        raise click.ClickException(f"{work} has results of another parent or version; choose another --work.")
     done = {(line["distilled_on"], line["lr"]) for line in lines}
     programs.run("convert", "mha-to-mqa", parent, merged, "--overwrite", "--json")
     for kind in (None, *KINDS):

@@ -29,7 +29,8 @@ BATCH = 4
 def main(model: Path, texts: Path, passages: int, program: str) -> None:
     if shutil.which(program) is None:
         raise click.ClickException(
-            f"{program} is not a program in PATH; pip install lm_eval[hf] brings it, or give its path with --program."
+            f"{program} is not a program in PATH; install it with pip install lm_eval[hf], or give its path with "
+            "--program."
         )
     with tempfile.TemporaryDirectory() as temporary:
         tasks, out = Path(temporary, "tasks"), Path(temporary, "out")

@@ -287,7 +287,7 @@ def recovered_by_text_kind(lines: list[Result]) -> str:
     return markdown(["", "parent", "after conversion", *(f"{tokens:,} tokens" for tokens in lengths[1:])], rows)
 
 
-def by_cache(lines: list[Result], length: str = "α {alpha:g}") -> str:
+def by_cache(lines: list[Result], length: str) -> str:
     """Return the table of losses beyond the parent by cached elements, of merged heads and of latent attention.
 
     Each uptraining is at its best rate, which the cell names. `length` names how long it was, from a line. A † marks

@@ -70,7 +70,7 @@ class Workspace:
     def run_folder(self, seed: int, variant: str) -> Path:
         return self.home / (f"parent-{seed}-{variant}" if variant else f"parent-{seed}")
 
-    def parent_folder(self, seed: int, variant: str = "") -> Path:
+    def parent_folder(self, seed: int, variant: str) -> Path:
         """Return the folder of the parent, or of a variant of it (`variants`)."""
         run = self.run_folder(seed, variant)
         return run.with_name(f"{run.name}-hf")
@@ -103,7 +103,9 @@ def check_home(workspace: Workspace) -> None:
     if plan.needs_text_kinds:
         _check_text_kinds(workspace)
     if plan.tasks and shutil.which("lm_eval") is None:
-        raise PlanError(f"the plan {plan.name} needs the program lm_eval in PATH; pip install lm_eval[hf] brings it.")
+        raise PlanError(
+            f"the plan {plan.name} needs the program lm_eval in PATH; install it with pip install lm_eval[hf]."
+        )
     wanted = json.loads(json.dumps({key: value for key, value in asdict(workspace.plan).items() if key in SHARED}))
     del wanted["parent"]["seeds"]  # seeds may be added later
     for key in ("families", "compile"):  # earlier folders lack these keys
@@ -126,7 +128,7 @@ def _check_record(folder: Path, wanted: dict[str, Any]) -> None:
         partial_file.rename(record)
     recorded = json.loads(record.read_text())
     if other := [key for key in wanted if recorded.get(key) != wanted[key]]:
-        raise PlanError(f"{folder} was made with another {other[0]}; take another --work, or delete it.")
+        raise PlanError(f"{folder} was made with another {other[0]}; choose another --work, or delete it.")
 
 
 def _check_text_kinds(workspace: Workspace) -> None:
@@ -143,7 +145,7 @@ def _check_text_kinds(workspace: Workspace) -> None:
     for folder in (workspace.home, *(workspace.home / external.name for external in workspace.plan.external)):
         rendered = folder / "text_kinds"
         if rendered.exists() and not same_content(rendered / CONTENTS, contents):
-            raise PlanError(f"{rendered} was made from other texts; take another --work, or delete it.")
+            raise PlanError(f"{rendered} was made from other texts; choose another --work, or delete it.")
 
 
 def same_content(path: Path, other: Path) -> bool:

@@ -108,7 +108,7 @@ def test_a_lack_of_memory_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypa
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("Error: after step 0, memory ran out (")
     assert "`uptrain resume" in result.err and "Traceback" not in result.err
-    assert "also with a smaller --micro-batch" in result.err
+    assert "; to use less memory, add a smaller --micro-batch" in result.err
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", runs.inputs["model"], "--data", runs.inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")

@@ -152,7 +152,7 @@ def test_a_teacher_whose_weights_are_no_numbers(inputs, tmp_path):
 )
 def test_a_hundred_are_a_hundred(not_finite, halts):
     """Steps are counted from 1; only the step just made can end the run."""
-    from uptrain.training.loop import NonFiniteGradientsError, TrainingProgress, _halt_on_non_finite
+    from uptrain.training.loop import RunHaltedError, TrainingProgress, _halt_on_non_finite
 
     step = max(100, *not_finite)
     training = SimpleNamespace(
@@ -161,7 +161,7 @@ def test_a_hundred_are_a_hundred(not_finite, halts):
     )  # fmt: skip
     progress = TrainingProgress(step=step, skipped=[*range(1, 90)], not_finite=not_finite)
     if halts:
-        with pytest.raises(NonFiniteGradientsError):
+        with pytest.raises(RunHaltedError):
             _halt_on_non_finite(training, progress)
     else:
         _halt_on_non_finite(training, progress)

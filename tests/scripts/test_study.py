@@ -97,7 +97,7 @@ def test_plans_can_be_read(path):
 
 def test_plan_takes_the_parents_of_another():
     workspace = prepare.Workspace(plan.read_plan(plan.find_plan("paper")), Path("work"), None)
-    assert workspace.parent_folder(2) == Path("work/merges/parent-2-hf")
+    assert workspace.parent_folder(2, "") == Path("work/merges/parent-2-hf")
     assert workspace.results == Path("work/paper/results.jsonl")
     assert workspace.plan.parent.seeds == (0, 1, 2)
     fewer = plan.read_plan(plan.find_plan("rates"))

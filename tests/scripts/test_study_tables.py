@@ -117,7 +117,7 @@ def test_table_by_cache():
         latent(0, 4.1, 2, [64, 64], (0.01, "distill", 3e-5), "all"),
     ]  # fmt: skip
     lines = [{"trainable": None, "latent": None} | each for each in lines]
-    assert page_tables.by_cache(lines).splitlines() == [
+    assert page_tables.by_cache(lines, "α {alpha:g}").splitlines() == [
         "|  | distilled | 64 elements | 128 elements |",
         "| --- | --- | --- | --- |",
         "| merged | – | 0.5000† | 0.5000 and 0.7000 |",

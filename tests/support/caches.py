@@ -28,5 +28,5 @@ def write_cache(
         hashes = [hashlib.sha256(content).hexdigest() for content in contents.values()]
         made.append(CacheShard(*contents, sum(lengths), len(documents), *hashes))
     manifest = Manifest(seq_len, dtype, vocab_size, tokenizer, tuple(made))
-    (folder / MANIFEST).write_bytes(manifest.text())
+    (folder / MANIFEST).write_bytes(manifest.to_json())
     return folder

@@ -19,7 +19,7 @@ from model.common.errors import InputError
 from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
 from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals
-from uptrain.budget.methods import METHODS
+from uptrain.budget.methods import METHODS, PEAK_DIVISOR
 from uptrain.budget.pretraining import ORIGINALS, PretrainingRecord
 from uptrain.estimates import training_time
 from uptrain.estimates.parameter_counts import count_parameters
@@ -69,7 +69,7 @@ def test_certain_rows_give_the_published_steps(original):
 
 def test_original_steps_and_default_peaks():
     assert {name: find_original(name).steps for name in ORIGINAL_STEPS} == ORIGINAL_STEPS
-    assert {name: default_peak(find_original(name).peak_lr) for name in PEAKS} == PEAKS
+    assert {name: default_peak(find_original(name).peak_lr, PEAK_DIVISOR) for name in PEAKS} == PEAKS
 
 
 @pytest.mark.parametrize(

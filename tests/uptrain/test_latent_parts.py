@@ -89,14 +89,15 @@ def test_a_teacher_with_heads_shares_the_rest(convert, tmp_path, part, epsilon, 
     pair = make_pair(convert, tmp_path, epsilon=epsilon, num_key_value_heads=4)
     student, dtype = load_student(pair["model"], part, 4), teacher_dtype(precision)
     shared = shareable(student, equal_tensors(pair["model"], part, pair["parent"]), dtype)
-    teacher = load_teacher(pair["parent"], precision, skip=shared)
+    teacher = load_teacher(pair["parent"], precision, skip=shared, float32_states=False)
     nbytes = share(shared, teacher, dtype)
-    ours, theirs = dict(student.named_parameters()), dict(load_teacher(pair["parent"], precision).named_parameters())
+    whole = load_teacher(pair["parent"], precision, float32_states=False)
+    ours, theirs = dict(student.named_parameters()), dict(whole.named_parameters())
     same = {name for name in ours.keys() & theirs.keys() if teacher.get_parameter(name) is ours[name]}
     changed = re.compile(r"self_attn|embed_tokens|down_proj" if epsilon == 1e-5 else "self_attn.[qkv]_")
     assert same == {n for n in theirs if not changed.search(n) and not OF_PART[part].search(n)}
     assert nbytes == sum(ours[name].nbytes for name in same) > 0
-    alone = load_teacher(pair["parent"], precision)
+    alone = load_teacher(pair["parent"], precision, float32_states=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         assert torch.equal(teacher(batch()[0]), alone(batch()[0]))
     estimator = MemoryEstimator.read(pair["model"], pair["parent"], 32, precision, lora_rank=4)

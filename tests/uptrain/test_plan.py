@@ -31,7 +31,7 @@ def cache(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     shard = CacheShard("tokens-00000.bin", "documents-00000.bin", 100_000, 10, "a" * 64, "b" * 64)
-    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).text())
+    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).to_json())
     return folder
 
 
@@ -149,12 +149,20 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     once = plan(uptrain, source, "--steps", 2, *size)
     assert once["data"] == {"cache": str(cache), "tokens": 100_000, "windows": 25, "epochs": 0.8}
     assert (once["seq_len"], once["windows_per_step"], once["warnings"]) == (4000, 10, [beyond_context("4,000")])
-    assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data {cache}"
+    assert once["first_loss"] == f"Measure it with: uptrain evaluate {source} --data HELD-OUT"
     often = plan(uptrain, source, "--steps", 5, *size)
     repeated = "the data are read 2.00 times; prepare more tokens to see each only once."
     assert often["warnings"] == [repeated, beyond_context("4,000")]
     said = uptrain("plan", source, "--steps", 5, *size).err
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "expected"), [(3, "wsd", 4.2), (3, "cosine", 3.2), (2, "wsd", 3.2), (1, "constant", 1.2)]
+)
+def test_room_for_the_checkpoints_that_the_run_keeps(uptrain, source, steps, schedule, expected):
+    needed = plan(uptrain, source, "--steps", steps, *SIZE, "--schedule", schedule)["memory"]["kv"]
+    assert needed["disk_bytes"] == round(expected * (needed["masters_bytes"] + needed["optimizer_bytes"]))
 
 
 def test_memory_and_time_for_processes_and_teacher(uptrain, source, teacher):

@@ -28,7 +28,7 @@ def test_a_replica_has_a_whole_teacher_in_shards(tmp_path, accelerator):
     """Else each layer would be gathered from all nodes."""
     accelerator.torch_device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard_cp"))
     teacher = load_model(tiny.save(tiny.build(), tmp_path / "model")).requires_grad_(False)
-    place_teacher(accelerator, teacher, decoder_layers(teacher))
+    place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: ())
     meshes = {
         parameter.device_mesh.mesh_dim_names for layer in decoder_layers(teacher) for parameter in layer.parameters()
     }
@@ -43,7 +43,7 @@ def test_layers_are_sharded_again_after_each_forward(tmp_path, accelerator, fami
     expected = teacher.hidden(ids, documents)
     layers = decoder_layers(teacher)
     assert len(layers) == tiny.N_LAYERS
-    place_teacher(accelerator, teacher, layers)
+    place_teacher(accelerator, teacher, layers, lambda layer: ())
     shares = hasattr(fsdp, "share_comm_ctx")  # newer than torch 2.6
     streams = [vars(layer._get_fsdp_state()._comm_ctx).get("all_gather_stream") for layer in layers if shares]
     for _ in range(2):

@@ -201,9 +201,9 @@ class Counted:
 
         self.calls, self._load = [], load_teacher
 
-    def __call__(self, *given):
+    def __call__(self, *given, **options):
         self.calls.append(given)
-        return self._load(*given)
+        return self._load(*given, **options)
 
 
 def test_the_same_command_again(uptrain, inputs, teach, tmp_path):
@@ -336,10 +336,10 @@ def test_windows_that_the_cache_has_not_are_refused(inputs, teach, refused, tmp_
         os.truncate(logits / name, (logits / name).stat().st_size // manifest.n_windows * n)
     digest = hashlib.sha256((logits / shard.crc).read_bytes()).hexdigest()
     fewer = replace(manifest, n_windows=n, shards=(replace(shard, n_windows=n, crc_sha256=digest),))
-    (logits / "manifest.json").write_bytes(fewer.text())
+    (logits / "manifest.json").write_bytes(fewer.to_json())
     refused(logits, f"is damaged: it has {n} windows of 32 tokens", f"has {n + 1} of 32")
     none = replace(manifest, shards=(shard, replace(shard, n_windows=0)))
-    (logits / "manifest.json").write_bytes(none.text())
+    (logits / "manifest.json").write_bytes(none.to_json())
     refused(logits, "is damaged", "shards[1].n_windows = 0")
 
 
@@ -359,7 +359,7 @@ def test_ids_beyond_the_vocabulary_are_refused(inputs, teach, tmp_path, uptrain)
         for kind in ("ids", "crc")
     }
     shard = replace(manifest.shards[0], **sums)
-    (logits / "manifest.json").write_bytes(replace(manifest, shards=(shard,)).text())
+    (logits / "manifest.json").write_bytes(replace(manifest, shards=(shard,)).to_json())
     result = uptrain(*arguments(inputs, tmp_path / "run", "--teacher-logits", logits))
     assert result.code == 1
     assert "holds the id 300, where its manifest says that all are below 257" in result.err

@@ -17,7 +17,7 @@ from model.common.counts import format_count
 from model.common.errors import InputError
 from uptrain.budget.conversion_record import conversion_method
 from uptrain.budget.identify import find_original, known_originals
-from uptrain.budget.methods import PEAK_DIVISOR, peak_divisor
+from uptrain.budget.methods import peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.training.learning_rate import Schedule, default_warmup
 
@@ -187,7 +187,7 @@ def rate_problem(options: BudgetOptions, optimizer: str) -> str | None:
     )
 
 
-def default_peak(original_peak: float, divisor: int = PEAK_DIVISOR) -> float:
+def default_peak(original_peak: float, divisor: int) -> float:
     """Return the default peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / divisor)
 

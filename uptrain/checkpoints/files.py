@@ -27,12 +27,20 @@ _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 DEFAULT_KEEP_LAST = 2
 FREE_SPACE_FACTOR = 1.2
 """Free space that a save requires, relative to the size of the last checkpoint."""
-CHECKPOINTS_ON_DISK = DEFAULT_KEEP_LAST + 1 + FREE_SPACE_FACTOR
-"""Room that a run needs, in checkpoints: the last ones, the one before the decay, and the one that it saves."""
 CheckpointState = dict[str, Any]
 """Content of state.json."""
 Checksums = dict[str, dict[str, Any]]
 """File → `size`, and list `crc32` of its blocks."""
+
+
+def checkpoints_on_disk(keep_last: int, save_every: int, steps: int, schedule: str) -> float:
+    """Return the room that a run of some steps needs, in checkpoints: those that it keeps, and the one that it saves.
+
+    It keeps the last ones and, with the schedule wsd, the one before the decay. The one that it saves counts
+    FREE_SPACE_FACTOR. Saves by time or at a stop are not counted.
+    """
+    kept = min(keep_last, (steps - 1) // save_every) + (schedule == "wsd")
+    return kept + FREE_SPACE_FACTOR
 
 
 def folder_name(step: int) -> str:
@@ -82,7 +90,8 @@ def is_kept(checkpoint: Path) -> bool | None:
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
     """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or "".
 
-    Raises OSError if a file is there, but cannot be read: the disk may be away for a moment, and the file whole.
+    Raises OSError if a file is there, but cannot be read: the disk may be temporarily unavailable, and
+    the file intact.
     """
     path = checkpoint / MANIFEST
     try:

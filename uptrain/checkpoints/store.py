@@ -5,7 +5,6 @@ the manifest and renames the folder. A kill at any moment leaves the last comple
 unfinished folders. See `uptrain.checkpoints.files` for the files.
 """
 
-import json
 import re
 import shutil
 import time
@@ -21,6 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from model.common.errors import InputError, RunError
+from model.common.typed_json import json_bytes
 from model.files.paths import leads_outside
 from model.files.write import sync_file, sync_folder
 from uptrain.checkpoints.files import (
@@ -285,11 +285,11 @@ def _remove(checkpoint: Path) -> None:
 
 def _publish(unfinished: Path, final: Path, files: Checksums, state: CheckpointState) -> None:
     state_path = unfinished / STATE
-    state_path.write_text(json.dumps(state, indent=2) + "\n")
+    state_path.write_bytes(json_bytes(state))
     sync_file(state_path)
     files[STATE] = checksum(state_path)
     manifest = unfinished / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
+    manifest.write_bytes(json_bytes({"format": 1, "files": files}))
     sync_file(manifest)
     sync_folder(unfinished / TENSORS)
     sync_folder(unfinished)

@@ -129,7 +129,7 @@ def batches_of_steps(
     cache: TokenCache,
     size: int,
     device: torch.device | str,
-    logits: TeacherLogits | None = None,
+    logits: TeacherLogits | None,
 ) -> Iterator[Batch]:
     """Yield the micro-batches of steps, each of a `part` of the step's windows."""
     for step in steps:

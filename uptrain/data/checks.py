@@ -1,8 +1,10 @@
-"""Check token caches: unchanged files, the model's tokenizer, ids within its vocabulary."""
+"""Check token caches: unchanged files, the model's tokenizer, ids within its vocabulary, something to predict."""
 
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 from model.common.console import echo_line, format_bytes
 from model.common.errors import InputError
@@ -35,6 +37,12 @@ def check_cache_vocabulary(cache: TokenCache, vocab_size: int, name: str) -> Non
             f"{name} holds the id {highest}, but the model knows only those below {vocab_size}; prepare the data with "
             "the model's own tokenizer, from texts without the tokens that were added to it."
         )
+
+
+def check_has_targets(cache: TokenCache, name: str) -> None:
+    """Raise InputError if there is nothing to predict in the cache, which messages call `name`."""
+    if not cache.n_targets(np.arange(cache.n_windows)):
+        raise InputError(f"{name} has nothing to predict: no document in it has two tokens.")
 
 
 def check_caches(caches: Iterable[TokenCache], vocab_size: int) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from model.common import checks
 from model.common.errors import InputError
-from model.common.typed_json import make, parse_object
+from model.common.typed_json import json_bytes, make, parse_object
 from model.files.paths import is_plain_name
 from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.files.write import allow_open_files
@@ -82,8 +82,9 @@ class LogitsManifest:
         hashed = [self.top_k, self.cache_sha256, [(shard.values_sha256, shard.ids_sha256) for shard in self.shards]]
         return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
-    def text(self) -> bytes:
-        return (json.dumps({**asdict(self), "sha256": self.sha256}, indent=2, ensure_ascii=False) + "\n").encode()
+    def to_json(self) -> bytes:
+        """Return the bytes of the file of the manifest."""
+        return json_bytes({**asdict(self), "sha256": self.sha256})
 
     @classmethod
     def parse(cls, folder: Path) -> Self:

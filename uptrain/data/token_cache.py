@@ -23,7 +23,7 @@ from model.common import checks
 from model.common.console import Advance
 from model.common.errors import InputError
 from model.common.machine import n_cores
-from model.common.typed_json import check_types, make, parse_object
+from model.common.typed_json import check_types, json_bytes, make, parse_object
 from model.files.paths import is_plain_name
 from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.files.write import allow_open_files, file_sha256
@@ -90,9 +90,10 @@ class Manifest:
         hashed = (self.seq_len, self.dtype, [(s.tokens_sha256, s.documents_sha256) for s in self.shards])
         return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
-    def text(self) -> bytes:
+    def to_json(self) -> bytes:
+        """Return the bytes of the file of the manifest."""
         content = {**asdict(self), "n_tokens": self.n_tokens, "n_documents": self.n_documents, "sha256": self.sha256}
-        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        return json_bytes(content)
 
     @classmethod
     def parse(cls, folder: Path) -> Self:

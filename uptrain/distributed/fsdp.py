@@ -63,7 +63,7 @@ def place_teacher(
     accelerator: Accelerator,
     teacher: nn.Module,
     layers: Sequence[nn.Module],
-    owners_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda layer: (),
+    owners_of: Callable[[nn.Module], Sequence[nn.Module]],
 ) -> None:
     """Move a teacher to the device. Under FSDP shard its layers, but not its embedding and LM head.
 

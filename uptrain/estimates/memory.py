@@ -325,7 +325,7 @@ def _read_teacher(model: Path, teacher: Path) -> tuple[tuple[TensorInfo, ...], f
 
 def _read_always_float32_names(model: Path, config: Mapping[str, Any]) -> frozenset[str]:
     """Return `MemoryEstimator.always_float32_names`. They depend on modules of transformers, which need torch."""
-    if is_native(config) or not knows_attention(config):
+    if is_native(config):
         return frozenset()
     from uptrain.models.load import stored_always_float32_names
 
@@ -336,7 +336,7 @@ def _make_measure_kept(
     model: Path, config: Mapping[str, Any], seq_len: int, precision: str, lora_rank: int
 ) -> "Callable[[str], KeptBytes | InputError] | None":
     """Return `MemoryEstimator.measure_kept`, which measures a part when it is first asked for."""
-    if is_native(config) or not knows_attention(config):
+    if is_native(config):
         return None
 
     @cache

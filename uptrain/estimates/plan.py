@@ -27,7 +27,7 @@ from uptrain.budget.conversion_record import (
 )
 from uptrain.budget.identify import find_original, shape_warning
 from uptrain.budget.methods import find_facts, peak_divisor
-from uptrain.checkpoints.files import CHECKPOINTS_ON_DISK
+from uptrain.checkpoints.files import DEFAULT_KEEP_LAST, checkpoints_on_disk
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import Manifest
 from uptrain.estimates import REPLICATED, SHARDED
@@ -120,7 +120,7 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
         "memory": _memory(run),
         "time": _time(run),
         "processes": options.processes,
-        "first_loss": _first_loss(options.model, options.teacher, options.data),
+        "first_loss": _first_loss(options.model, options.teacher),
         "warnings": _warnings(run, data_use),
     }
 
@@ -182,7 +182,9 @@ def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
 
 
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
-    """Return the learning rate at the first and last step, the quarters, and the ends of warm-up and plateau."""
+    """Return the learning rate at the first and last step, at 25, 50, 75 and 90 % of the steps, and at the ends of
+    warm-up and plateau.
+    """
     last = schedule.total_steps - 1
     steps = {0, last, *(min(round(last * share), last) for share in (0.25, 0.5, 0.75, 0.9))}
     steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}
@@ -220,12 +222,14 @@ def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
     estimator, numbers = run.estimator, run.device_counts
     if part not in parts_of(estimator.config):
         return None
+    # At the default interval, as many checkpoints are kept as if each step were saved.
+    on_disk = checkpoints_on_disk(DEFAULT_KEEP_LAST, 1, run.budget.steps, run.schedule.kind)
     needed = estimator.memory(MemoryOptions(part, run.micro_batch))
     minimum = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
         "host_bytes": estimator.host_bytes(needed),
-        "disk_bytes": round(CHECKPOINTS_ON_DISK * (needed.masters + needed.optimizer)),
+        "disk_bytes": round(on_disk * (needed.masters + needed.optimizer)),
     }
     return {**kinds, **_totals(needed, numbers), "minimum": _totals(minimum, numbers), **others}
 
@@ -280,7 +284,7 @@ def program_on(devices: int) -> str:
 
 
 def run_command(
-    chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int = 1
+    chosen: MemoryOptions, model: str, teacher: Path | None, estimator: MemoryEstimator, devices: int
 ) -> str:
     """Return the beginning of a command that trains as chosen, without data, budget and output."""
     words = [program_on(devices), "run", shlex.quote(model)]
@@ -310,7 +314,7 @@ def _data_use(run: _Run, manifest: Manifest | None) -> dict[str, Any] | None:
     return {"cache": str(run.options.data), "tokens": manifest.n_tokens, "windows": n_windows, "epochs": epochs}
 
 
-def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
+def _first_loss(model: Path, teacher: Path | None) -> str:
     """Return the first loss to expect after a conversion, and the command that measures it.
 
     Nothing is expected of a model trained since.
@@ -320,7 +324,7 @@ def _first_loss(model: Path, teacher: Path | None, data: Path | None) -> str:
         shlex.quote(str(model)),
         *(["--teacher", shlex.quote(str(teacher))] if teacher else []),
     ]
-    measure = " ".join([*words, "--data", "HELD-OUT" if data is None else shlex.quote(str(data))])
+    measure = " ".join([*words, "--data HELD-OUT"])
     facts = None if was_uptrained(model) else find_facts(conversion_method(model))
     expected = f"{facts.first_loss}. " if facts else ""
     return f"{expected}Measure it with: {measure}"

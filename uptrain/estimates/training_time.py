@@ -12,7 +12,7 @@ PEAK_FLOPS = {"H100": 989e12, "A100": 312e12}
 TIME_FORMULA = (
     "(4 x parameters + 2 x trained parameters + 2 x teacher's parameters) x tokens / "
     f"({MFU:.2f} x peak FLOP/s). Not counted: embeddings that are only looked up, experts that a token does not use, "
-    "attention's products with length, recomputing, evaluation, saving."
+    "the attention scores, whose cost grows with the window, recomputing, evaluation, saving."
 )
 """A product takes 2 operations for each parameter and token in the forward pass, as many for the gradient of its input,
 and, if the parameter is trained, as many for its own."""

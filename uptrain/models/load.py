@@ -18,7 +18,7 @@ from model.decoder.loading import LanguageModel, load_model
 from model.decoder.transformers_classes import build_hf_model
 from model.decoder.transformers_model import HF_PREFIX, TransformersModel, check_separation
 from model.language_model import open_language_model, read_language_config
-from uptrain.models.casting_layers import autocast_experts
+from uptrain.models.casting_layers import autocast_experts, use_float32_states
 from uptrain.models.frozen_parameters import (
     always_float32_names,
     freeze_all_but,
@@ -51,12 +51,18 @@ def load_evaluated(folder: Path) -> LanguageModel:
     return model
 
 
-def load_teacher(folder: Path, precision: str, skip: Container[str] = ()) -> LanguageModel:
+def load_teacher(
+    folder: Path, precision: str, *, float32_states: bool, skip: Container[str] = ()
+) -> LanguageModel:  # fmt: skip
     """Load a teacher, without gradients. `skip` is as for `load_model`.
 
-    In bf16, all of it is bfloat16, as shards need it; on its own or in replicas, see `use_float32_states`.
+    `float32_states`: in bf16, let it hold its hidden states in float32 (`use_float32_states`). Without, all of it is
+    bfloat16, as shards need it.
     """
-    return load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
+    teacher = load_model(folder, teacher_dtype(precision), skip=skip).requires_grad_(False)
+    if float32_states and precision == "bf16":
+        use_float32_states(teacher)
+    return teacher
 
 
 def uninitialized_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
@@ -221,12 +227,10 @@ def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
 
 
 def stored_always_float32_names(folder: Path) -> frozenset[str]:
-    """Return the names in a folder's files of the parameters that are float32 even if they are frozen.
+    """Return the names in the files of a folder, not of a native model, of parameters that are always float32.
 
-    Their modules in transformers cannot cast them: norms, scaled embeddings, and routers.
+    Their modules in transformers cannot cast them, even if they are frozen: norms, scaled embeddings, and routers.
     """
-    if is_native(read_language_config(folder)):
-        return frozenset()
     names, stored = always_float32_names(build_meta_from_config(folder)), stored_names(folder)
     return frozenset(file_name for name in names for file_name in stored[name.removeprefix(HF_PREFIX)])
 

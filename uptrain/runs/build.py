@@ -140,7 +140,7 @@ def _build_teacher(
         owners = shareable(student, names, dtype)
     teacher, weights = load_on_main(
         accelerator,
-        lambda: load_teacher(path, settings.precision, skip=owners),
+        lambda: load_teacher(path, settings.precision, float32_states=False, skip=owners),
         lambda: uninitialized_teacher(path, settings.precision),
     )
     check_same_vocab_size(student.lm_head_weight.shape[0], teacher.lm_head_weight.shape[0], settings.teacher)
@@ -149,6 +149,7 @@ def _build_teacher(
     place_teacher(accelerator, teacher, decoder_layers(teacher), lambda layer: owner_layers(layer, layers))
     own = teacher.state_dict().keys()
     broadcast_weights(accelerator, teacher, {name: tensor for name, tensor in weights.items() if name in own})
+    # After `share`, which sets the dtype of states. Shards need all parameters in one dtype.
     if settings.precision == "bf16" and not is_sharded(accelerator):
         use_float32_states(teacher)
     return teacher, shared_bytes

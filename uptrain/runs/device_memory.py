@@ -55,8 +55,8 @@ def fitting_micro_batch(
     )
     refusal = (
         f"{chosen.flags} needs an estimated {format_bytes(needed)} for one window of {estimator.seq_len} tokens, but "
-        f"the device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try it all the "
-        "same, with --micro-batch 1)."
+        f"the device has {format_bytes(usable)} free (less a reserve of {RESERVE:.0%}); {advice} (or try anyway, with "
+        "--micro-batch 1)."
     )
     if uses_gpu() and not is_local_main_process():  # whose device may have more
         raise RankError(f"process {os.environ.get('RANK', '?')}: {refusal}")

@@ -43,8 +43,8 @@ def explain_error(error: Exception, folder: Path, step: int, accelerator: Accele
         return RunError(f"step {step}, where the run ends, could not be saved: {error}. Fix that, then {hint}.")
     if is_out_of_memory(error):
         text = (
-            f"after step {step}, memory ran out ({first_sentence(str(error))}). {hint}, also with a smaller "
-            "--micro-batch or --activation-checkpointing; `uptrain plan --memory` shows what fits."
+            f"after step {step}, memory ran out ({first_sentence(str(error))}). {hint}; to use less memory, "
+            "add a smaller --micro-batch or --activation-checkpointing; `uptrain plan --memory` shows what fits."
         )
         return _own_error(text, accelerator)
     if is_device_error(error):

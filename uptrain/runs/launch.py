@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 
@@ -22,7 +21,7 @@ from model.language_model import read_language_config
 from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
 from uptrain.budget.identify import shape_warning
-from uptrain.data.checks import check_tokenizer
+from uptrain.data.checks import check_has_targets, check_tokenizer
 from uptrain.data.default_sizes import context_warning
 from uptrain.data.run_data import (
     ensure_cache,
@@ -186,8 +185,7 @@ def _make_cache(data: Sequence[str], folder: Path, seq_len: int, out: Path, opti
     path = ensure_cache(data, folder, seq_len, out, option)
     cache = TokenCache.open(path)
     check_tokenizer(cache.manifest.tokenizer_sha256, path, folder)
-    if not cache.n_targets(np.arange(cache.n_windows)):
-        raise InputError(f"{option} {path} has nothing to predict: no document in it has two tokens.")
+    check_has_targets(cache, f"{option} {path}")
 
 
 def _packing_warning(config: dict[str, Any], precision: str) -> str | None:

@@ -32,7 +32,7 @@ from model.files.lock import FileLock
 from model.files.names import RUN_JSON
 from model.files.write import replace_file
 from uptrain.budget.budget import Budget
-from uptrain.checkpoints.files import FREE_SPACE_FACTOR, list_checkpoints
+from uptrain.checkpoints.files import FREE_SPACE_FACTOR, checkpoints_on_disk, list_checkpoints
 from uptrain.checkpoints.store import CheckpointStore, VerifiedCheckpoint
 from uptrain.checkpoints.tensors import read_tensors
 from uptrain.distributed.accelerator import check_replicas, emulates_bfloat16, make_accelerator
@@ -51,7 +51,7 @@ from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import (
     NO_STEP,
-    NonFiniteGradientsError,
+    RunHaltedError,
     Training,
     TrainingProgress,
     log_tracker_failures,
@@ -179,7 +179,7 @@ def train_run(
 ) -> str:
     """Train a run from `progress.step`; return the status that run_state.json then holds.
 
-    Raises NonFiniteGradientsError like the loop, and RunError if the last checkpoint could not be written.
+    Raises RunHaltedError like the loop, and RunError if the last checkpoint could not be written.
     """
     accelerator = training.accelerator
     training.checkpoints.clean_up()
@@ -193,7 +193,7 @@ def train_run(
     except Exception as error:
         failure = explain_error(error, folder, progress.step, accelerator)
         if accelerator.is_main_process:
-            status = "halted" if isinstance(error, NonFiniteGradientsError) else "failed"
+            status = "halted" if isinstance(error, RunHaltedError) else "failed"
             _write_last_run_state(folder, status, progress.step, str(failure))
         if failure is error:
             raise
@@ -220,8 +220,8 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     """Return a warning if the disk lacks the room for the checkpoints that the run keeps, and one more."""
     shapes = [tuple(p.shape) for p in training.loss_module.parameters() if p.requires_grad]  # of all shards
     each = sum(MASTER_BYTES * math.prod(shape) + state_bytes(settings.optimizer, shape) for shape in shapes)
-    others = min(settings.keep_last, (settings.steps - 1) // settings.save_every) + (settings.schedule == "wsd")
-    needed = each * (max(0, others - len(list_checkpoints(folder / CHECKPOINTS))) + FREE_SPACE_FACTOR)
+    at_once = checkpoints_on_disk(settings.keep_last, settings.save_every, settings.steps, settings.schedule)
+    needed = each * max(FREE_SPACE_FACTOR, at_once - len(list_checkpoints(folder / CHECKPOINTS)))
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return None

@@ -119,14 +119,14 @@ class _Due:
     save: bool = False
 
 
-class NonFiniteGradientsError(RunError):
-    """Halt of a run: weights are not finite, or too many gradients were not."""
+class RunHaltedError(RunError):
+    """The run is halted: weights, or too many gradients, are not finite."""
 
 
 def train(training: Training, progress: TrainingProgress) -> str:
     """Train from `progress.step`; return "finished", or the reason for an earlier stop.
 
-    Raises NonFiniteGradientsError in three cases. If 3 of 100 gradients were not finite, the state is saved first. If
+    Raises RunHaltedError in three cases. If 3 of 100 gradients were not finite, the state is saved first. If
     those 3 were consecutive, or if weights are not finite, nothing is saved. Raises SaveError if the last save failed.
     """
     training.loss_module.train()
@@ -309,7 +309,7 @@ def _n_tokens(cache: TokenCache, windows: Integers) -> int:
 
 
 def _halt_on_non_finite(training: Training, progress: TrainingProgress) -> None:
-    """Raise NonFiniteGradientsError if the last gradient was not finite and weights are broken or too many were so."""
+    """Raise RunHaltedError if the last gradient was not finite and weights are broken or too many were so."""
     if progress.not_finite[-1:] != [progress.step]:
         return
     _halt_if_weights_are_not_finite(training, progress)
@@ -318,17 +318,15 @@ def _halt_on_non_finite(training: Training, progress: TrainingProgress) -> None:
         return
     text = f"{len(recent)} of the last {HALT_WINDOW} gradients were not finite (steps {', '.join(map(str, recent))})"
     if recent[-HALT_COUNT] == progress.step - HALT_COUNT + 1:  # consecutive: the data differed, the weights did not
-        raise NonFiniteGradientsError(f"{text}; the weights are probably broken, and {_last_good(training, progress)}")
+        raise RunHaltedError(f"{text}; the weights are probably broken, and {_last_good(training, progress)}")
     _save(training, progress)
-    raise NonFiniteGradientsError(
-        f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help."
-    )
+    raise RunHaltedError(f"{text}; halted with the last good weights saved. A lower --lr or cleaner data may help.")
 
 
 def _halt_if_weights_are_not_finite(training: Training, progress: TrainingProgress) -> None:
-    """Raise NonFiniteGradientsError if weights are not finite: no later gradient can be finite then."""
+    """Raise RunHaltedError if weights are not finite: no later gradient can be finite then."""
     if not has_finite_weights(training.loss_module, training.accelerator):
-        raise NonFiniteGradientsError(
+        raise RunHaltedError(
             f"after step {progress.step}, weights are NaN or infinite, and {_last_good(training, progress)}"
         )
 
@@ -401,7 +399,7 @@ def _stop(training: Training, progress: TrainingProgress, reason: str) -> str:
 
 
 def _save(training: Training, progress: TrainingProgress) -> None:
-    """Write a checkpoint unless this step has one. Raises NonFiniteGradientsError first if weights are not finite."""
+    """Write a checkpoint unless this step has one. Raises RunHaltedError first if weights are not finite."""
     if training.saved_step != progress.step:
         _halt_if_weights_are_not_finite(training, progress)
         keep = progress.step == decay_start(training.schedule)

@@ -18,7 +18,7 @@ RISE_SIGMA = 4.0
 """Standard deviations of their noise by which training losses have to differ."""
 
 
-def rise_warning(records: list[Record], peak_lr: float, has_stored_teacher: bool = False) -> str | None:
+def rise_warning(records: list[Record], peak_lr: float, has_stored_teacher: bool) -> str | None:
     """Return a warning if the loss rose by more than MEASURABLE from the beginning of a run to its end.
 
     The held-out losses of the first and the last evaluation are compared. If the divergence from the teacher fell, no

@@ -40,7 +40,7 @@ MAX_ABSOLUTE = 1e300
 MAX_TIME = 253_402_300_799
 """Last second of the year 9999, the latest that `datetime` can represent."""
 MAX_LINE_BYTES = 1 << 20
-"""Longest line that is read. Ours have some hundred bytes; a file without line ends would be read whole."""
+"""Longest line that is read. Ours have a few hundred bytes; a file without line ends would be read whole."""
 
 
 class Metrics:

@@ -102,7 +102,7 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            how = "was killed, perhaps for want of memory," if code == -9 else f"ended with code {code}"
+            how = "was killed, perhaps for lack of memory," if code == -9 else f"ended with code {code}"
             last = " ".join(self.log.read_text().splitlines()[-1:])
             raise RunError(f"{self.engine.title} {how} on {self.model}: {last} (see {self.log})")
         answer: dict[str, Any] = json.loads(line)

@@ -12,7 +12,7 @@ from typing import Any
 def settings() -> dict[str, Any]:
     """Return the worker's only argument, at its start: from here on, what the engine prints goes to stderr.
 
-    If memory runs out, the kernel shall end this process before others.
+    If memory runs out, the kernel must kill this process first.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")
     given: dict[str, Any] = json.loads(sys.argv[1])

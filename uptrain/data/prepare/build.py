@@ -42,7 +42,11 @@ class CacheBuild:
             for unit in self._own():
                 if unit.number in self.records:
                     advance(self.records[unit.number].n_tokens if by_tokens else unit.nbytes)
-            for unit, future in self.pool.run(tokenise_unit, self._wanted(), lambda *n: advance(n[by_tokens])):
+
+            def count(n_read: int, n_written: int) -> None:
+                advance(n_written if by_tokens else n_read)
+
+            for unit, future in self.pool.run(tokenise_unit, self._wanted(), count):
                 error = future.exception()
                 if isinstance(error, InputError):
                     self._failed[unit.number] = error

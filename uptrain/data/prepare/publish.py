@@ -136,7 +136,7 @@ def _describe(
 
 def _write(staging: Staging, manifest: Manifest, inputs: str) -> None:
     """Write manifest and inputs, and remove all other files that are not cache shards of the manifest."""
-    files = {MANIFEST: manifest.text(), INPUTS: f"{inputs}\n".encode()}
+    files = {MANIFEST: manifest.to_json(), INPUTS: f"{inputs}\n".encode()}
     staging.keep_only([*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))])
     for name, content in files.items():
         write_file(staging.folder / name, content)
