@@ -75,7 +75,7 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
 
 
 def gaps_by_rate(lines: list[Result]) -> str:
-    """Return the table of losses beyond the parent's by peak learning rate, for all numbers of K/V heads.
+    """Return the table of losses above the parent's by peak learning rate, for all numbers of K/V heads.
 
     The first number is the parents' own: it has the unmerged parents, trained on.
     """
@@ -96,7 +96,7 @@ def _by_arm(key: tuple[str, StageKey, float]) -> tuple[object, ...]:
 
 
 def by_position(lines: list[Result], names: Sequence[tuple[str, StageKey]], trained: int) -> str:
-    """Return the table of losses beyond the parent's at the last positions that it was trained on, and beyond these.
+    """Return the table of losses above the parent's at the last positions that it was trained on, and beyond these.
 
     A cell has both: up to position `trained` from half of it on, and up to twice as many.
     """
@@ -123,7 +123,7 @@ def _gaps_by_position(line: Result) -> list[float]:
 
 
 def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
-    """Return the table of losses beyond the parent by the part that was trained, each at the best of its rates.
+    """Return the table of losses above the parent's by the part that was trained, each at the best of its rates.
 
     A column is an arm and a length of training, which `length` names from a line. A cell names its rate, and the number
     of parents where not all are in it.
@@ -148,7 +148,7 @@ def by_part(lines: list[Result], length: str = "α {alpha:g}") -> str:
 
 
 def kinds_by_part(lines: list[Result]) -> str:
-    """Return the table of losses beyond the parent's by kind of token, after conversion and by the part trained.
+    """Return the table of losses above the parent's by kind of token, after conversion and by the part trained.
 
     The first row has the parent's own losses. Lines without these measures are left out.
     """
@@ -166,7 +166,7 @@ def kinds_by_part(lines: list[Result]) -> str:
 def along_training(lines: list[Result]) -> str:
     """Return the table of a model's measures during uptraining (`curve`).
 
-    They are the loss beyond the parent's, the share of the merge's cost that is recovered, the KL divergence from the
+    They are the loss above the parent's, the share of the merge's cost that is recovered, the KL divergence from the
     parent, and how often the most likely tokens of both are the same.
     """
     (line,) = (line for line in lines if "curve" in line)
@@ -184,7 +184,7 @@ def along_training(lines: list[Result]) -> str:
 def by_tokens(lines: list[Result]) -> str:
     """Return the table of one merge by tokens of uptraining, over the orders of the data.
 
-    Columns are the loss beyond the parent's, the share of the merge's cost that is recovered, the KL divergence from
+    Columns are the loss above the parent's, the share of the merge's cost that is recovered, the KL divergence from
     the parent, and how often the most likely tokens of both are the same.
     """
     merged = [line for line in lines if not is_parent(line)]
@@ -202,7 +202,7 @@ def by_tokens(lines: list[Result]) -> str:
 def one_merge_by_rate(lines: list[Result], parents: list[Result]) -> str:
     """Return the table of one merge right after conversion, and uptrained for one length at several peak rates.
 
-    Columns are the loss beyond the parent's, the KL divergence from the parent, how often the most likely tokens of
+    Columns are the loss above the parent's, the KL divergence from the parent, how often the most likely tokens of
     both are the same, the loss on random tokens that come a second time, where it was measured, and the loss beyond
     the parent's on average over the kinds of text. The parent's losses on these are in a line of `parents`.
     """
@@ -221,7 +221,7 @@ def one_merge_by_rate(lines: list[Result], parents: list[Result]) -> str:
 
 
 def extrapolated(lines: list[Result], arm: str) -> str:
-    """Return the table of power laws through an arm's losses beyond the parent's against tokens, by the part trained.
+    """Return the table of power laws through an arm's losses above the parent's against tokens, by the part trained.
 
     Between two lengths, the loss is taken to fall with a power of the tokens. From the two lengths before the last, the
     law predicts the last, which was measured too. From the last two, it says after how many tokens a tenth of the
@@ -261,7 +261,7 @@ def tasks(lines: list[Result]) -> str:
 
 
 def recovered_by_text_kind(lines: list[Result]) -> str:
-    """Return the table of losses beyond the parent's on each kind of text, right after conversion and uptrained.
+    """Return the table of losses above the parent's on each kind of text, right after conversion and uptrained.
 
     Beside a loss after uptraining is the share of the merge's cost that is recovered. Several seeds are averaged.
     """
@@ -288,7 +288,7 @@ def recovered_by_text_kind(lines: list[Result]) -> str:
 
 
 def by_cache(lines: list[Result], length: str) -> str:
-    """Return the table of losses beyond the parent by cached elements, of merged heads and of latent attention.
+    """Return the table of losses above the parent's by cached elements, of merged heads and of latent attention.
 
     Each uptraining is at its best rate, which the cell names. `length` names how long it was, from a line. A † marks
     cells without some of the parents; a line under the table says of how many they are.

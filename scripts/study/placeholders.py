@@ -233,7 +233,7 @@ FIELD_PLANS = {"short": ("A", "all"), "merges": ("A", "all"), "parts": ("B", "at
 
 
 def field(results: Path) -> str:
-    """Return the table of other ways and ours: loss beyond the parent right after conversion, and after distilling."""
+    """Return the table of other ways and ours: loss above the parent's right after conversion, and after distilling."""
     stages: tuple[StageKey, StageKey] = (0, None), (0.01, "distill")
     columns = [(groups, stage) for groups in (2, 1) for stage in stages]
     rows = []

@@ -126,7 +126,7 @@ def control(lines: list[Result], stage: StageKey) -> Seeds:
 
 
 def behaviours(lines: list[Result]) -> str:
-    """Return the table of losses beyond the parent's by position, and of the generated texts."""
+    """Return the table of losses above the parent's by position, and of the generated texts."""
     starts = [1, *(end + 1 for end in lines[0]["behaviour"]["positions"])]
     places = [f"{start}–{end}" for start, end in zip(starts, lines[0]["behaviour"]["positions"], strict=False)]
     rows = []
@@ -140,7 +140,7 @@ def behaviours(lines: list[Result]) -> str:
 
 
 def token_kinds(lines: list[Result]) -> str:
-    """Return the table of losses beyond the parent's by kind of token; the parent's own row has its losses."""
+    """Return the table of losses above the parent's by kind of token; the parent's own row has its losses."""
     rows: list[list[str]] = []
     names = list(lines[0]["behaviour"]["parents_loss_by_kind"])
     for arm, stage in models(lines):

@@ -112,7 +112,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
 
 
 @contextmanager
-def explain_removal(checkpoint: Path) -> Iterator[None]:
+def input_error_if_removed(checkpoint: Path) -> Iterator[None]:
     """Raise InputError in place of an error in the block if the run has removed the checkpoint meanwhile."""
     try:
         yield

@@ -9,7 +9,7 @@ from model.common import console
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.files.names import METRICS
 from model.files.staging import check_room
-from uptrain.checkpoints.files import explain_removal
+from uptrain.checkpoints.files import input_error_if_removed
 from uptrain.commands.options import check_one_process
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.folder import CHECKPOINTS, MODEL, Run
@@ -54,7 +54,7 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     if halt := find_halt(run):
         console.warn(f"{run} was halted after step {halt['step']}: {halt['reason']}")
     dtype = dtype or default_dtype(settings, run)
-    with explain_removal(checkpoint):
+    with input_error_if_removed(checkpoint):
         check_room(out, exported_size(run, checkpoint, dtype))
         progress_bar = console.progress_bar("Exporting", stored_size(run, checkpoint), quiet=as_json)
         with interruptible(), progress_bar as progress:  # a signal removes what is unfinished

@@ -17,7 +17,7 @@ from uptrain.distributed.signals import CONTINUES, interruptible
 if TYPE_CHECKING:
     from uptrain.data.prepare.prepare import PrepareOptions
 
-SHOWN = 10
+MAX_IGNORED_SHOWN = 10
 """Ignored files that are shown."""
 
 
@@ -126,8 +126,8 @@ def _show(result: dict[str, Any]) -> None:
 def _ignored(files: list[str]) -> list[str]:
     from model.texts.sources import why_ignored
 
-    more = [f"and {len(files) - SHOWN:,} more"] * (len(files) > SHOWN)
-    return [*(f"{file}: {why_ignored(file)}" for file in files[:SHOWN]), *more]
+    more = [f"and {len(files) - MAX_IGNORED_SHOWN:,} more"] * (len(files) > MAX_IGNORED_SHOWN)
+    return [*(f"{file}: {why_ignored(file)}" for file in files[:MAX_IGNORED_SHOWN]), *more]
 
 
 def _described(source: dict[str, Any]) -> str:

@@ -265,11 +265,11 @@ class MemoryEstimator:
 
     def _activation_bytes(self, chosen: MemoryOptions) -> int:
         """Return the bytes of a micro-batch that are kept for the backward pass."""
-        n_layers, state_bytes_per_window = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
+        n_layers, hidden_bytes_per_window = self.sizes.n_layers, self.seq_len * 4 * self.sizes.hidden_size
         kept = self._measured(chosen.trainable)
         layer = kept.layer if kept else self.seq_len * self._layer_bytes(chosen.trainable)
         outside = kept.outside if kept else self._mask_bytes()
-        layers = n_layers * state_bytes_per_window + layer if chosen.activation_checkpointing else n_layers * layer
+        layers = n_layers * hidden_bytes_per_window + layer if chosen.activation_checkpointing else n_layers * layer
         return int(chosen.micro_batch * (layers + outside))
 
     def _layer_bytes(self, part: str) -> int:

@@ -24,7 +24,7 @@ from model.files.names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING
 from model.files.staging import new_folder
 from model.files.write import copy_file, sync_tree, write_file
 from model.language_model import InsideWrapper, WithLanguageModel, open_language_model, text_config_key
-from uptrain.checkpoints.files import TENSORS, explain_removal, find_damage, list_checkpoints, read_state
+from uptrain.checkpoints.files import TENSORS, find_damage, input_error_if_removed, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
 from uptrain.models.load import build_meta_from_config, stored_names
 from uptrain.models.trainable_parts import common_dtype
@@ -88,7 +88,7 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
         resume = f"`uptrain resume {shlex.quote(str(run_folder))}`"
         raise InputError(f"{run_folder} has no checkpoint yet; {resume} trains on.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
-    with explain_removal(checkpoint):
+    with input_error_if_removed(checkpoint):
         if problem := find_damage(checkpoint):
             others = ", ".join(str(other) for other, path in checkpoints.items() if path != checkpoint)
             advice = f" (there are: {others})" if others else ""

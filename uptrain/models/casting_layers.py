@@ -98,7 +98,7 @@ def use_float32_states(teacher: LanguageModel) -> None:
     weights of transformers' norms, become float32. Its scaled embeddings (Gemma) stay as they are.
     """
     for module in teacher.modules():
-        if not make_cast_in_use(module, torch.float32):
+        if not make_cast_at_use(module, torch.float32):
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 1:
                     parameter.data = parameter.data.float()
@@ -111,7 +111,7 @@ def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
             module.state_dtype = dtype
 
 
-def make_cast_in_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
+def make_cast_at_use(module: nn.Module, state_dtype: torch.dtype) -> bool:
     """Change a module's class to one that casts its parameters at use; return whether it now does.
 
     `state_dtype` is the dtype of states that enter the model. Other modules of transformers cannot, such as its norms.

@@ -12,7 +12,7 @@ from torch import nn
 from model.common.errors import InputError
 from model.decoder.loading import LanguageModel
 from model.language_model import read_language_config
-from uptrain.models.casting_layers import make_cast_in_use
+from uptrain.models.casting_layers import make_cast_at_use
 from uptrain.models.trainable_parts import part_pattern
 
 
@@ -51,10 +51,10 @@ def always_float32_names(student: LanguageModel) -> list[str]:
 def _cast_and_choose_dtypes(
     student: LanguageModel, frozen_dtype: torch.dtype
 ) -> list[tuple[nn.Parameter, torch.dtype]]:
-    """Make modules cast in use where they can; return each parameter with the dtype to hold it in."""
+    """Make modules cast at use where they can; return each parameter with the dtype to hold it in."""
     float32_ids: set[int] = set()  # a tied parameter belongs to two modules
     for module in student.modules():
         own = list(module.parameters(recurse=False))
-        if any(parameter.requires_grad for parameter in own) or not make_cast_in_use(module, torch.float32):
+        if any(parameter.requires_grad for parameter in own) or not make_cast_at_use(module, torch.float32):
             float32_ids |= {id(parameter) for parameter in own}
     return [(p, torch.float32 if id(p) in float32_ids else frozen_dtype) for p in student.parameters()]

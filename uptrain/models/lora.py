@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.common.errors import InputError
 from model.decoder.loading import LanguageModel
-from uptrain.models.casting_layers import FrozenLinear, make_cast_in_use
+from uptrain.models.casting_layers import FrozenLinear, make_cast_at_use
 from uptrain.models.trainable_choices import check_rank
 
 _OF_LAYER = re.compile(r"\.\d+\.")
@@ -40,7 +40,7 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
     adapted = [
         module
         for name, module in student.named_modules()
-        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and make_cast_in_use(module, torch.float32)
+        if isinstance(module, nn.Linear) and _OF_LAYER.search(name) and make_cast_at_use(module, torch.float32)
     ]
     if not adapted:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")

@@ -13,7 +13,7 @@ from model.decoder.llama import RMSNorm
 from model.decoder.loading import LanguageModel
 from model.decoder.transformers_model import HF_PREFIX
 from model.language_model import open_language_model
-from uptrain.models.casting_layers import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_in_use
+from uptrain.models.casting_layers import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_at_use
 from uptrain.models.load import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]
@@ -57,7 +57,7 @@ def share(owners: ParameterOwners, teacher: LanguageModel, teacher_dtype: torch.
     for module in teacher.modules():
         own = {key: names[id(parameter)] for key, parameter in module.named_parameters(recurse=False)}
         own = {key: name for key, name in own.items() if name in owners}
-        if own and make_cast_in_use(module, teacher_dtype):
+        if own and make_cast_at_use(module, teacher_dtype):
             _use_parameters_of(module, {key: owners[name] for key, name in own.items()})
             shared |= {name: getattr(*owners[name]).nbytes for name in own.values()}
     return sum(shared.values())

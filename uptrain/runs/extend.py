@@ -12,9 +12,9 @@ from uptrain.budget.budget import BudgetOptions, steps_of
 from uptrain.checkpoints.files import (
     MANIFEST,
     TENSORS,
-    explain_removal,
     find_damage,
     folder_name,
+    input_error_if_removed,
     list_checkpoints,
     read_manifest,
 )
@@ -49,7 +49,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     refuse_inside(out, folder, *(Path(model) for model in (run.settings.model, run.settings.teacher) if model))
     branch = branch_step(folder, run)
     source = folder / CHECKPOINTS / folder_name(branch)
-    with explain_removal(source):
+    with input_error_if_removed(source):
         if problem := find_damage(source):
             raise InputError(f"the checkpoint to continue from is damaged: {problem}.")
         if not (source / TENSORS / METADATA).is_file():
@@ -71,7 +71,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
         records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
         write_metrics(unfinished / METRICS, records)
 
-    with explain_removal(source):
+    with input_error_if_removed(source):
         make_folder(longer, budget, run.fingerprints, model, out, parent, fill)
 
 

@@ -22,7 +22,7 @@ from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, too_la
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
 
-DEFAULT_SAVES = 10
+DEFAULT_INTERVALS = 10
 """Default number of checkpoints and of evaluations in a run."""
 
 
@@ -43,7 +43,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
-    interval = max(1, budget.steps // DEFAULT_SAVES)
+    interval = max(1, budget.steps // DEFAULT_INTERVALS)
     device = choose_device(AUTO_DEVICE)  # also makes it the one that warnings are about
     precision = options.precision or default_precision(device)
     eval_out = run_cache_folder(options.out, "eval_data")
