@@ -137,7 +137,7 @@ class _Saboteur:
         self._wrap(os, "fsync", lambda descriptor: name_of(Path(f"/proc/self/fd/{descriptor}").readlink()))
         self._wrap(os, "unlink", lambda path, *_: name_of(path))
         self._wrap(shutil, "rmtree", lambda path, *_: name_of(path))
-        self._halve("write_text")
+        self._halve("write_bytes")
 
     def _install_training(self) -> None:
         from uptrain.checkpoints import store, tensors
@@ -201,17 +201,17 @@ class _Saboteur:
         setattr(owner, name, call)
 
     def _halve(self, name: str) -> None:
-        """Write texts in two halves, with a moment between them."""
+        """Write contents in two halves, with a moment between them."""
         whole = getattr(Path, name)
 
-        def call(path: Path, text: str) -> int:
+        def call(path: Path, content: Any) -> int:
             if not any("half" in fault.at for fault in self._faults.strikes) and self._faults.trace is None:
-                return whole(path, text)
-            with path.open("w") as file:
-                file.write(text[: len(text) // 2])
+                return whole(path, content)
+            with path.open("w" if isinstance(content, str) else "wb") as file:
+                file.write(content[: len(content) // 2])
                 file.flush()
                 self._call_out(f"half of {name_of(path)} written")
-            return whole(path, text)
+            return whole(path, content)
 
         setattr(Path, name, call)
 
