@@ -104,7 +104,8 @@ def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(advice()) from error
         except InputError:
-            staging.discard()
+            with suppress(RunError):  # the area is another's now
+                staging.discard()
             raise
 
 

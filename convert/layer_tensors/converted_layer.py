@@ -25,7 +25,7 @@ class ConvertedLayer:
     tensors: dict[str, Array]
     reports: dict[str, list[GroupReport]]
     clipped: tuple[int, int] = (0, 0)
-    """How many queries, keys and values of the calibration text the model's clip cuts, and how many there are; zeros
+    """How many queries, keys and values of the calibration text the model clips, and how many there are; zeros
     where they were not counted."""
 
 

@@ -181,7 +181,7 @@ def open_checked(checkpoint: Checkpoint, device: str) -> ModelLayers:
     try:
         layers = open_layers(checkpoint, _CHECKED_LENGTH, device)
         layers.check()
-    except InvalidValueError:  # no other method would mend it
+    except InvalidValueError:  # to be corrected; another method would copy it into the output
         raise
     except CheckpointError as error:
         raise UnsupportedMethodError(str(error)) from error

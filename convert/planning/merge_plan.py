@@ -8,7 +8,7 @@ from convert.merging.layer import LayerMerge
 from convert.merging.methods import REPEAT
 from convert.merging.recipe import MergeRecipe
 from convert.planning.merged_config import merged_config
-from convert.planning.notes import notes_of_checkpoint, notes_of_merge
+from convert.planning.notes import note_on_card, notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out
 from convert.planning.remote_code import find_code
 from convert.planning.tensors import OutputTensor, layer_merges, regroup, tensors_of_merges
@@ -104,7 +104,11 @@ def make_merge_plan(
         conversions=merges,
         config_json=merged_config(checkpoint, geometry, n_kv_heads, bool(computed), code),
         code=code,
-        notes=(*notes_of_checkpoint(checkpoint, family), *(notes_of_merge(recipe, family) if computed else ())),
+        notes=(
+            *notes_of_checkpoint(checkpoint, family),
+            *note_on_card(checkpoint),
+            *(notes_of_merge(recipe, family) if computed else ()),
+        ),
         rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
     )

@@ -52,7 +52,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *note_on_card(checkpoint), *vocabulary_problems(checkpoint),
+        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint),
         *note_on_uncached_tokenizer(checkpoint),
     )  # fmt: skip
 

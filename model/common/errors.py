@@ -19,7 +19,10 @@ class CheckpointError(InputError):
 
 
 class InvalidValueError(CheckpointError):
-    """A value in a checkpoint's file has another type or range than it can have. No other operation accepts it."""
+    """A value in a checkpoint's file has another type or range than it can have.
+
+    The file has to be corrected: a conversion that does not read the value would copy it into the output.
+    """
 
 
 class NotNativeError(CheckpointError):

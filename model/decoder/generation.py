@@ -113,7 +113,7 @@ def _check_request(
     """Raise InputError for arguments of `generate` that are not possible."""
     if any(isinstance(prompt, int) for prompt in prompts):
         raise InputError("prompts must be a list of prompts, each a list of token ids; give [prompt].")
-    if not prompts or not all(prompts):
+    if not len(prompts) or not all(map(len, prompts)):
         raise InputError("a prompt has no tokens; give at least one token in each prompt, and at least one prompt.")
     for wrong in (token for prompt in prompts for token in prompt if not 0 <= token < vocab_size):
         raise InputError(f"the prompts hold the id {wrong}; the model's vocabulary has the ids 0 to {vocab_size - 1}.")

@@ -27,7 +27,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 from model.common import console
-from model.common.errors import CheckpointError
+from model.common.errors import CheckpointError, RunError
 from model.files.lock import FileLock, LockedError
 from model.files.paths import MAX_NAME, check_name
 from model.files.write import remove_temporary_files, replace_file, sync_folder
@@ -183,9 +183,13 @@ class Staging:
             self.folder.mkdir()
             replace_file(self._journal, (json.dumps({"inputs": digests}) + "\n").encode())
         except OSError as error:
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 self.discard()
             raise _write_error(error) from error
+        except KeyboardInterrupt:
+            with suppress(OSError, RunError):
+                self.discard()
+            raise
 
     def check_inputs(self, inputs: Mapping[str, object], finished_files: Sequence[str] = ()) -> None:
         """Raise CheckpointError if `open` would, for a run with other inputs. Writes nothing, and needs no lock."""
@@ -262,8 +266,8 @@ class Staging:
         sync_folder(self.out.parent)
         try:
             self.discard()
-        except (OSError, KeyboardInterrupt) as error:  # OUT is complete nevertheless
-            reason = error if isinstance(error, OSError) else "interrupted"
+        except (OSError, RunError, KeyboardInterrupt) as error:  # OUT is complete nevertheless
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
             console.warn(f"{self.root} could not be removed ({reason}); it is no longer needed.")
 
     def discard(self) -> None:
@@ -294,7 +298,7 @@ class Staging:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes OUT at the end of the block, and is removed if the block fails.
 
-    After a kill, the work begins again. Raises CheckpointError as `Staging` does.
+    After a kill, the work starts again. Raises CheckpointError as `Staging` does.
     """
     with Staging(out) as staging:
         staging.open({"run": uuid4().hex})

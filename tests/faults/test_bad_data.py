@@ -359,6 +359,9 @@ def test_a_share_of_less_than_a_token(prepare, tmp_path):
         (tmp_path / f"{name}.jsonl").write_bytes(line() * 9)
     data = f"{tmp_path}/a.jsonl=99", "--data", f"{tmp_path}/b.jsonl=1"
     prepare(data[0], options=(*data[1:], "--tokens", 10)).refused("its share of 10 tokens is less than one token")
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    empty = f"{tmp_path}/a.jsonl=1", "--data", f"{tmp_path}/empty.jsonl=1"
+    prepare(empty[0], options=empty[1:]).refused("empty.jsonl: no tokens; there are no records.")
     tiny_share = f"{tmp_path}/a.jsonl=0.9999", "--data", f"{tmp_path}/b.jsonl=0.0001"
     prepare(tiny_share[0], options=tiny_share[1:]).refused("b.jsonl: its share of ", "raise its weight, or --tokens")
 

@@ -138,6 +138,16 @@ def test_the_journal_survives_a_full_disk_at_the_next_start(tmp_path, monkeypatc
     assert journal.read_bytes().endswith(b'{"name": "unit 4", "record": 4}\n')
 
 
+def test_an_interrupt_while_the_area_is_made_leaves_none(tmp_path, monkeypatch):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("model.files.staging.replace_file", interrupt)
+    with pytest.raises(KeyboardInterrupt), Staging(tmp_path / "out") as staging:
+        staging.open({"input": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_finished_work_of_other_inputs_is_kept(tmp_path):
     """It may be hours of calibration. What a run has not finished goes without a word."""
     root = tmp_path / ".out.groupwise"

@@ -155,6 +155,14 @@ def test_texts_end_where_transformers_ends_them(tmp_path, where, several):
     assert generate(ours, prompts, 24, stop_ids=()) == free
 
 
+def test_prompts_as_tensors_and_arrays(tmp_path):
+    _, ours = pair(tmp_path)
+    expected = generate(ours, [[1, 2, 3]], 4)
+    ids = torch.tensor([[1, 2, 3]])
+    for prompts in (ids, ids.numpy(), list(ids), list(ids.numpy())):
+        assert generate(ours, prompts, 4) == expected
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [

@@ -509,6 +509,10 @@ def test_table_and_second_call(uptrain, source, tokenizer, tmp_path):
     uptrain(*of_file, "--seq-len", 16).refused("is a cache of windows of 32 tokens and other --data;")
     os.utime(tmp_path / "data/a.jsonl", ns=(1, 1))
     uptrain(*arguments, "--out", tmp_path / "out").refused(*changed)
+    (tmp_path / "out/manifest.json").write_text("{}")
+    uptrain(*arguments, "--out", tmp_path / "out", "--seq-len", 16).refused(
+        "out exists, and is a cache of other data or options; choose another --out, or remove it."
+    )
 
 
 def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):

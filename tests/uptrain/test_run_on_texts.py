@@ -213,6 +213,16 @@ def test_held_out_text_that_is_part_of_the_training_text(uptrain, tmp_path, mode
         warned = uptrain(*arguments(model, data, tmp_path / name, "--eval-data", held_out)).succeeded()
         assert f"Warning: the held-out {text}" in warned.err, name
         assert warned.err.count("so held-out losses will not be those of new text.") == 1
+    caches = []
+    for name, sentences in (("one", SENTENCES[::3]), ("two", SENTENCES[1::3])):  # each with an empty file
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "empty.jsonl").write_bytes(b"")
+        (tmp_path / name / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences * 9))
+        options = ("--tokenizer", model, "--seq-len", 16, "--out", tmp_path / f"{name}-cache")
+        uptrain("prepare", "--data", tmp_path / name, *options).succeeded()
+        caches.append(tmp_path / f"{name}-cache")
+    apart = uptrain(*arguments(model, caches[0], tmp_path / "run8", "--eval-data", caches[1])).succeeded()
+    assert "is part of the training data" not in apart.err
     same = uptrain(*arguments(model, of_folder, tmp_path / "run7", "--eval-data", of_folder)).succeeded()
     assert "Warning: the held-out data are the training data" in same.err
 

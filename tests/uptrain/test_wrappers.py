@@ -300,7 +300,7 @@ def test_a_bias_of_the_lm_head_is_refused(tmp_path, family):
         load_model(folder)
 
 
-def test_misshapen_tensors_are_named_as_in_the_files(inputs, tmp_path, uptrain):
+def test_tensors_of_the_wrong_shape_are_named_as_in_the_files(inputs, tmp_path, uptrain):
     name = "language_model.model.layers.0.mlp.up_proj.weight"
     for family in KINDS.values():
         folder = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family)

@@ -1,5 +1,6 @@
 """Find the token caches of a run, and tokenise texts given to `uptrain run` into a cache beside the run."""
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ BYTES_PER_TOKEN = 4
 """Approximate bytes of text per token."""
 MUCH_TEXT = 10**9
 """Bytes of texts that take minutes to tokenise."""
+OF_EMPTY_FILE = hashlib.sha256(b"").hexdigest()[:HASH_DIGITS]
 SURPLUS = 4
 """Texts of so many times what a run needs are worth a warning."""
 
@@ -96,9 +98,12 @@ def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
 
 
 def _file_hashes(source: Mapping[str, Any]) -> list[str]:
-    """Return the hashes of a source's files; of several files of an earlier version's cache, the one of all."""
+    """Return the hashes of a source's files that hold anything.
+
+    A cache of an earlier version has one hash for several files.
+    """
     hashes: list[str] = source.get(FILE_HASHES, [source["sha256"][:HASH_DIGITS]])
-    return hashes
+    return [each for each in hashes if each != OF_EMPTY_FILE]
 
 
 def _files_here(data: Sequence[str], option: str) -> list[str]:

@@ -63,7 +63,7 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
 
 
 def check_teachers_tokenizer(folder: Path, teacher: Path) -> str | None:
-    """Raise InputError if a token has another id in the teacher's tokenizer, or most ids other tokens.
+    """Raise InputError if a token has another id in the teacher's tokenizer, or many ids other tokens.
 
     They may split texts differently. Returns a warning if a tokenizer cannot be opened: then nothing is compared, since
     the data may be tokenised already.

@@ -6,6 +6,7 @@ resumes. The cache is identical, byte for byte, for any number of workers, machi
 
 import hashlib
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,14 +156,19 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
     return _Plan(sources, units, make_source_quotas(sources, units, options.n_tokens), unit_inputs, inputs)
 
 
-def _difference(made: Manifest, options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> str:
-    """Return words on what a cache was made of, and is not given now."""
-    sources = [(s.text.name, None if s.weight is None else float(s.weight)) for s in plan.sources]
-    recorded = [(source["path"], source["weight"]) for source in made.sources]
+def _difference(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> str:
+    """Return words on what the cache OUT was made of, and is not given now."""
+    try:
+        made = Manifest.parse(options.out)
+    except InputError:  # damaged, or a teacher's logits
+        return "other data or options"
+    sources = [(os.path.realpath(s.text.name), None if s.weight is None else float(s.weight)) for s in plan.sources]
+    recorded = [(os.path.realpath(source["path"]), source["weight"]) for source in made.sources]
     differences = [
         words
         for words, differs in (
             (f"windows of {made.seq_len:,} tokens", made.seq_len != options.seq_len),
+            ("another --vocab-size", tokenizer is None and made.vocab_size != options.vocab_size),
             ("another tokenizer", made.tokenizer_sha256 != (tokenizer.sha256 if tokenizer else "")),
             (f"other {options.option}", recorded != sources),
         )
@@ -184,7 +190,7 @@ def _already_complete(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer
     if made_from != plan.inputs:
         kind = "is no token cache"
         if (out / MANIFEST).is_file():
-            kind = f"is a cache of {_difference(Manifest.parse(out), options, plan, tokenizer)}"
+            kind = f"is a cache of {_difference(options, plan, tokenizer)}"
         raise InputError(f"{out} exists, and {kind}; choose another --out, or remove it.")
     try:
         return TokenCache.open(out).manifest

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -97,15 +97,17 @@ def finalise_quotas(source_quotas: list[SourceQuota], n_tokens: int | None, reco
 
     Without `n_tokens`, a mixture is as large as its sources allow. Raises InputError if a source has too few tokens.
     """
+    _check_shares(source_quotas, n_tokens)  # of a source that gives nothing, nothing was tokenised
+    for source_quota in source_quotas:
+        _check_not_empty(source_quota, records)
     if n_tokens is None and len(source_quotas) > 1:
         n_tokens = min(_largest_mixture(source_quota, records) for source_quota in source_quotas)
         quotas = apportion(n_tokens, [source_quota.weight for source_quota in source_quotas])
         source_quotas = [
             replace(source_quota, quota=quota) for source_quota, quota in zip(source_quotas, quotas, strict=True)
         ]
+        _check_shares(source_quotas, n_tokens)
     most = min(_largest_mixture(source_quota, records) for source_quota in source_quotas)
-    for source_quota in source_quotas:
-        _check_not_empty(source_quota, n_tokens, records)
     for source_quota in source_quotas:
         _check_enough(source_quota, n_tokens, records, most)
     return source_quotas
@@ -141,16 +143,19 @@ def _why_empty(source_quota: SourceQuota, records: Records) -> str:
     return f"none of {n_records:,} records gave a document ({counts}{first})" if counts else "there are no records"
 
 
-def _check_not_empty(source_quota: SourceQuota, n_tokens: int | None, records: Records) -> None:
-    """Raise InputError if a source gives no tokens."""
-    available = source_quota.finished_tokens(records)
-    if source_quota.quota == 0:
+def _check_not_empty(source_quota: SourceQuota, records: Records) -> None:
+    """Raise InputError if a source has no tokens."""
+    if source_quota.finished_tokens(records) == 0:
+        raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
+
+
+def _check_shares(source_quotas: Iterable[SourceQuota], n_tokens: int | None) -> None:
+    """Raise InputError if a source's share is less than one token."""
+    for source_quota in (each for each in source_quotas if each.quota == 0):
         raise InputError(
             f"{source_quota.name}: its share of {n_tokens:,} tokens is less than one token; raise its weight, or "
             "--tokens."
         )
-    if available == 0:
-        raise InputError(f"{source_quota.name}: no tokens; {_why_empty(source_quota, records)}.")
 
 
 def _check_enough(source_quota: SourceQuota, n_tokens: int | None, records: Records, most: int) -> None:
