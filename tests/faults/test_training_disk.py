@@ -36,12 +36,12 @@ slow = pytest.mark.slow
         (1, 0, "before fsync __0_0.distcp"),
         pytest.param(1, 0, "before mkdir .unfinished-step-00000008", marks=slow),
         pytest.param(1, 0, "before fsync .metadata", marks=slow),
-        pytest.param(1, 0, "before write_text state.json", marks=slow),
+        pytest.param(1, 0, "before write_bytes state.json", marks=slow),
         pytest.param(1, 0, "before fsync manifest.json", marks=slow),
         pytest.param(1, 0, UNFINISHED, marks=slow),
         (2, 1, "before fsync __1_0.distcp"),
         pytest.param(2, 1, "before checksum __1_0.distcp", marks=slow),
-        pytest.param(2, 0, "before write_text manifest.json", marks=slow),
+        pytest.param(2, 0, "before write_bytes manifest.json", marks=slow),
     ],
 )
 def test_training_goes_on(runs, tmp_path, processes, rank, moment):
