@@ -6,10 +6,10 @@ gradient."""
 
 
 def max_chunk_logits(n_tokens: int, hidden_size: int) -> int:
-    """Return the largest number of logits in a chunk, if one token does not have more.
+    """Return the limit of logits in a chunk; a chunk holds one whole token even if that has more.
 
-    It is the number of elements in the hidden states of all `n_tokens` tokens, or MIN_CHUNK_LOGITS if that is more. So
-    the weight of a wide model, which takes long to read, is read rarely (the rule of Liger, Hsu et al. 2024).
+    It is the number of elements in the hidden states of all tokens, at least MIN_CHUNK_LOGITS: a chunk then takes no
+    more memory than these states. The rule is Liger's (Hsu et al. 2024).
     """
     return max(MIN_CHUNK_LOGITS, n_tokens * hidden_size)
 

@@ -19,7 +19,8 @@ from real_runs import (
 )
 from transformers import AutoModelForCausalLM
 
-from uptrain.models.load import load_student, load_teacher, stored_names, teacher_dtype
+from uptrain.models.load import load_student, load_teacher, teacher_dtype
+from uptrain.models.stored_names import stored_names
 from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 
 JOINED = ("dots1", "flex_olmo", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")

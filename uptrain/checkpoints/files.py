@@ -90,8 +90,7 @@ def is_kept(checkpoint: Path) -> bool | None:
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str:
     """Compare every `world_size`-th file of a checkpoint, from `rank` on, with its manifest; return an error or "".
 
-    Raises OSError if a file is there, but cannot be read: the disk may be temporarily unavailable, and
-    the file intact.
+    Raises OSError if a file exists but cannot be read. The disk may be temporarily unavailable, and the file intact.
     """
     path = checkpoint / MANIFEST
     try:

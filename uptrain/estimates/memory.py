@@ -327,7 +327,7 @@ def _read_always_float32_names(model: Path, config: Mapping[str, Any]) -> frozen
     """Return `MemoryEstimator.always_float32_names`. They depend on modules of transformers, which need torch."""
     if is_native(config):
         return frozenset()
-    from uptrain.models.load import stored_always_float32_names
+    from uptrain.models.stored_names import stored_always_float32_names
 
     return stored_always_float32_names(model)
 

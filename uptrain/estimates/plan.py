@@ -182,9 +182,7 @@ def _check_lm_heads_and_vocabularies(model: Path, teacher: Path | None) -> None:
 
 
 def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
-    """Return the learning rate at the first and last step, at 25, 50, 75 and 90 % of the steps, and at the ends of
-    warm-up and plateau.
-    """
+    """Return the learning rates at chosen steps: first, last, 25, 50, 75, 90 %, ends of warm-up and plateau."""
     last = schedule.total_steps - 1
     steps = {0, last, *(min(round(last * share), last) for share in (0.25, 0.5, 0.75, 0.9))}
     steps |= {max(schedule.warmup_steps - 1, 0), min(decay_start(schedule) or 0, last)}

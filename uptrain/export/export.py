@@ -26,7 +26,8 @@ from model.files.write import copy_file, sync_tree, write_file
 from model.language_model import InsideWrapper, WithLanguageModel, open_language_model, text_config_key
 from uptrain.checkpoints.files import TENSORS, find_damage, input_error_if_removed, list_checkpoints, read_state
 from uptrain.export.model_card import model_card
-from uptrain.models.load import build_meta_from_config, stored_names
+from uptrain.models.load import build_meta_from_config
+from uptrain.models.stored_names import stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, model_folder, read_run_state
@@ -101,7 +102,7 @@ def find_halt(run_folder: Path) -> dict[str, Any] | None:
     """Return the content of run_state.json if the run was halted; None otherwise, or if the file is damaged."""
     try:
         state = read_run_state(run_folder / RUN_STATE)
-    except InputError:  # as for a damaged file
+    except InputError:
         return None
     return state if state.get("status") == "halted" else None
 

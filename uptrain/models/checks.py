@@ -19,7 +19,8 @@ from model.decoder.transformers_model import TransformersModel
 from model.language_model import open_language_model, read_language_config, wrapper_of
 from model.tokenizer import ADDED_TOKENS, TOKENIZER_JSON, VOCABULARIES, open_tokenizer
 from uptrain.distributed.collectives import all_reduce_sum
-from uptrain.models.load import build_meta_from_config, build_meta_from_folder, make_trainable, tensor_shapes
+from uptrain.models.load import build_meta_from_config, build_meta_from_folder, make_trainable
+from uptrain.models.stored_names import tensor_shapes
 from uptrain.models.trainable_parts import part_pattern
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 

@@ -14,7 +14,7 @@ from model.decoder.loading import LanguageModel
 from model.decoder.transformers_model import HF_PREFIX
 from model.language_model import open_language_model
 from uptrain.models.casting_layers import AutocastExperts, FrozenEmbedding, FrozenLinear, make_cast_at_use
-from uptrain.models.load import frozen_names, stored_names
+from uptrain.models.stored_names import frozen_names, stored_names
 
 ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""

@@ -11,7 +11,7 @@ from model.files.names import RUN_JSON
 from model.language_model import InsideWrapper, open_language_model
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
-from uptrain.models.load import frozen_names
+from uptrain.models.stored_names import frozen_names
 from uptrain.runs.folder import FINGERPRINTED, Run
 from uptrain.runs.settings import Settings
 
