@@ -12,6 +12,11 @@ from model.files.names import CONVERSION_RECORD, RUN_JSON
 from model.files.paths import check_name, lies_in
 from model.files.staging import AREAS, Staging, check_out
 
+HARMLESS_FILES = (
+    *WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", "*.jinja", ".gitattributes", ".DS_Store",
+)  # fmt: skip
+"""Files that a checkpoint folder of another program may hold."""
+
 
 def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
     """Return the staging area for OUT. Raises CheckpointError if a conversion must not or cannot write there."""
@@ -30,12 +35,12 @@ def staging_for(checkpoint: Checkpoint, out: Path, overwrite: bool) -> Staging:
         advice = ", or add --overwrite to replace it" if _is_replaceable(out) else ""
         raise CheckpointError(f"OUT ({out}) exists; choose another name{advice}.{_left(out)}")
     if out.exists() and not _is_replaceable(out):
-        other = _other_files(out) if out.is_dir() else []
-        named = f"; here: {other[0]}" if other else ""
-        raise CheckpointError(
-            f"OUT ({out}) is not a checkpoint folder, or holds more (such as .git or a training run{named}), "
-            "so --overwrite will not replace it."
+        problem = (
+            f"holds more than a checkpoint, such as .git or a training run (here: {_other_work(out)})"
+            if _is_checkpoint(out)
+            else "is not a checkpoint folder"
         )
+        raise CheckpointError(f"OUT ({out}) {problem}, so --overwrite will not replace it; choose another OUT.")
     folder = _nearest_folder(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise CheckpointError(f"{folder} cannot be written to; choose another OUT.")
@@ -60,38 +65,32 @@ def _nearest_folder(out: Path) -> Path:
 
 def _is_replaceable(out: Path) -> bool:
     """Return whether OUT is an empty folder, or a checkpoint that holds no other work."""
-    if not out.is_dir():
-        return False
-    if not any(out.iterdir()):
-        return True
-    is_checkpoint = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
-    return is_checkpoint and not _holds_other_work(out)
+    return out.is_dir() and (not any(out.iterdir()) or (_is_checkpoint(out) and not _other_work(out)))
 
 
-def _holds_other_work(folder: Path) -> bool:
-    """Return whether a folder holds what no conversion writes: version control, training runs, staging areas."""
-    return (
-        any(fnmatch(path.name, pattern) for path in folder.iterdir() for pattern in SKIPPED_FOLDERS)
-        or any(folder.rglob(RUN_JSON))  # of `uptrain run`, with its checkpoints
-        or any(folder.rglob(AREAS))
-        or any(path.is_dir() and is_uptrain_output(path) for path in folder.rglob("*"))
-        or bool(_other_files(folder))
-    )
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def _other_files(folder: Path) -> list[str]:
-    """Return weights in subfolders and, without a groupwise.json, files that belong to no model.
+def _other_work(folder: Path) -> str:
+    """Return the name of something in a folder that no conversion writes, or "": version control, runs, weights.
 
-    A conversion copies whatever lies beside the source's weights, so its own output may hold any file.
+    A conversion copies whatever lies beside the source's weights. So a folder with a groupwise.json may hold any file,
+    and another one those of a model.
     """
-    is_output = (folder / CONVERSION_RECORD).is_file()
-    patterns = (*WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", ".gitattributes", "*.jinja")
-    return [
-        str(path.relative_to(folder))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and (
-            (path.parent != folder and any(fnmatch(path.name, pattern) for pattern in WEIGHTS))
-            or (not is_output and not any(fnmatch(path.name, pattern) for pattern in patterns))
-        )
-    ]
+    any_file = (folder / CONVERSION_RECORD).is_file()
+    for path in sorted(folder.rglob("*")):
+        in_subfolder = path.parent != folder
+        if path.is_dir():
+            is_other = _matches(path, (AREAS, ".git")) or is_uptrain_output(path)
+            is_other = is_other or (not in_subfolder and _matches(path, SKIPPED_FOLDERS))
+        else:  # `.git` is a file in a worktree of git
+            is_other = path.name in (RUN_JSON, ".git") or (in_subfolder and _matches(path, WEIGHTS))
+            is_other = is_other or not (any_file or _matches(path, HARMLESS_FILES))
+        if is_other:
+            return str(path.relative_to(folder))
+    return ""
+
+
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)

@@ -129,7 +129,7 @@ def test_a_staging_area_or_a_young_run_in_the_source_is_not_copied(convert, sour
     assert result["left_out"] == [".run.data.groupwise/", "run/ (a training run, its data, or logits)"]
     (tmp_path / "out/.x.groupwise").mkdir()
     again = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--overwrite")
-    again.refused("holds more (such as .git or a training run)")
+    again.refused("(here: .x.groupwise), so --overwrite will not replace it")
 
 
 def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path):

@@ -156,5 +156,17 @@ def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
         options = ("--groups", groups, "--calibration-tokens", 1024)
         convert("mha-to-gqa", source, out, *options, *text).refused("holds the calibration text", "would delete")
     (out / ".git").mkdir()
-    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git")
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git or a training run (here: .git)")
+    (out / ".git").rmdir()
+    (out / ".git").write_text("gitdir: a worktree's")
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git or a training run (here: .git)")
     assert (out / "text.txt").exists() and (out / ".git").exists()
+
+
+def test_overwriting_takes_hidden_files_that_are_no_work(convert, source, tmp_path):
+    out = tmp_path / "out"
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    for name in (".gitattributes", ".DS_Store"):
+        (out / name).write_text("x")
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").succeeded()
+    assert not (out / ".DS_Store").exists()
