@@ -3,8 +3,10 @@
 import copy
 
 import pytest
+import tiny
 
-from model.decoder.transformers_classes import build_observable_model
+from model.common.errors import CheckpointError
+from model.decoder.transformers_classes import build_observable_model, read_hf_config
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -22,3 +24,7 @@ def test_the_config_stays_as_it_was_read(key):
 
 def test_a_config_after_a_byte_order_mark(tmp_path):
     """Without our line, transformers only says that it is not valid JSON."""
+    folder = tiny.save(tiny.build("olmo2"), tmp_path / "model")
+    (folder / "config.json").write_text((folder / "config.json").read_text(), encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=r"config\.json begins with a byte-order mark.*save it as UTF-8 without"):
+        read_hf_config(folder)
