@@ -176,27 +176,43 @@ def test_calibrating_fetches_no_kernel(convert, tmp_path, key):
 SOURCES = [
     path for folder in ("convert", "model", "uptrain", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-OURS = {"LlamaForCausalLM"}
+BY_NAME = {"model.decoder.llama.LlamaForCausalLM", "transformers.LlamaForCausalLM"}
 """Classes that are called by name, and so run nobody's code."""
+UNPICKLERS = ("pickle", "_pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "cloudpickle")
+"""Modules whose readers run what a file names."""
+
+
+def imported_names(tree):
+    """Return what each imported name stands for: `np` for numpy, `system` for os.system."""
+    meanings = {}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if isinstance(node, ast.ImportFrom):
+                meanings[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif alias.asname:
+                meanings[alias.asname] = alias.name
+    return meanings
 
 
 def risky(tree):
     """Yield line and name of every call that could run code from a file it reads."""
+    meanings = imported_names(tree)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        words = ast.unparse(call.func).split(".")
+        first, *rest = ast.unparse(call.func).split(".")
+        words = [*meanings.get(first, first).split("."), *rest]
         given = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
         name, owner = words[-1], ".".join(words[:-1])
         needed = {
             "from_pretrained": "trust_remote_code", "from_config": "trust_remote_code",
             "load_dataset": "trust_remote_code",
         }.get(name)  # fmt: skip
-        if needed and owner not in OURS and given.get(needed) is not False:
+        if needed and owner not in BY_NAME and given.get(needed) is not False:
             yield call.lineno, ast.unparse(call.func)
         if (owner, name) == ("torch", "load") and given.get("weights_only") is not True:
             yield call.lineno, "torch.load"
         if owner in ("np", "numpy") and name == "load" and given.get("allow_pickle") is not False:
             yield call.lineno, f"{owner}.load"
-        if owner in ("pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "cloudpickle"):
+        if owner in UNPICKLERS:
             yield call.lineno, ast.unparse(call.func)
         if (owner, name) in (("yaml", "load"), ("os", "system"), ("os", "popen")) or (
             not owner and name in ("eval", "exec")
@@ -216,13 +232,17 @@ def test_the_source_has_no_risky_call():
     assert len(SOURCES) > 150
 
 
+def imported_unpicklers(tree):
+    for node in ast.walk(tree):
+        modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name for name in modules if name in UNPICKLERS)
+
+
 def test_only_the_restricted_unpickler_imports_pickle():
-    """`torch_file` names an exception of pickle's; `dcp_metadata` derives an unpickler that knows a few classes."""
+    """`torch_file` names an exception of pickle's; `dcp/metadata` derives an unpickler that knows a few classes."""
     importing = [
-        str(path.relative_to(ROOT))
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import) and any(alias.name in ("pickle", "marshal", "shelve") for alias in node.names)
+        str(path.relative_to(ROOT)) for path in SOURCES for _ in imported_unpicklers(ast.parse(path.read_text()))
     ]
     assert importing == ["model/checkpoint/formats/dcp/metadata.py", "model/checkpoint/formats/torch_file.py"]
 
@@ -233,7 +253,16 @@ def test_only_the_restricted_unpickler_imports_pickle():
         "AutoModel.from_pretrained(x)", "AutoConfig.from_pretrained(x, trust_remote_code=None)", "torch.load(x)",
         "np.load(x)", "pickle.loads(x)", "load_dataset(x)", "eval(x)", "subprocess.run(x, shell=True)", "yaml.load(x)",
         "torch.load(x, weights_only=False)",
+        "from os import system; system(x)", "from pickle import loads; loads(x)", "import pickle as p; p.loads(x)",
+        "from numpy import load as read_array; read_array(x, None, True)", "import numpy as n; n.load(x)",
+        "from torch import load; load(x, weights_only=False)", "from os import popen as run; run(x)",
+        "from transformers import AutoModel as A; A.from_pretrained(x)",
     ],
 )  # fmt: skip
 def test_risky_calls_are_seen(text):
     assert len(list(risky(ast.parse(text)))) == 1
+
+
+@pytest.mark.parametrize("text", ["import pickle", "import os, pickle as p", "from marshal import loads as f"])
+def test_imports_of_unpicklers_are_seen(text):
+    assert len(list(imported_unpicklers(ast.parse(text)))) == 1
