@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 from calibrated import FIT
+from calls import named_calls
 from tiny_tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -182,26 +183,11 @@ UNPICKLERS = ("pickle", "_pickle", "cPickle", "dill", "marshal", "shelve", "jobl
 """Modules whose readers run what a file names."""
 
 
-def imported_names(tree):
-    """Return what each imported name stands for: `np` for numpy, `system` for os.system."""
-    meanings = {}
-    for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if isinstance(node, ast.ImportFrom):
-                meanings[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            elif alias.asname:
-                meanings[alias.asname] = alias.name
-    return meanings
-
-
 def risky(tree):
     """Yield line and name of every call that could run code from a file it reads."""
-    meanings = imported_names(tree)
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        first, *rest = ast.unparse(call.func).split(".")
-        words = [*meanings.get(first, first).split("."), *rest]
+    for call, full_name in named_calls(tree):
+        owner, _, name = full_name.rpartition(".")
         given = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
-        name, owner = words[-1], ".".join(words[:-1])
         needed = {
             "from_pretrained": "trust_remote_code", "from_config": "trust_remote_code",
             "load_dataset": "trust_remote_code",
