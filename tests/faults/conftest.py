@@ -1,6 +1,9 @@
 """Fixtures that several tests of faults share."""
 
 import json
+import os
+import signal
+from contextlib import suppress
 
 import pytest
 import real_runs
@@ -22,6 +25,17 @@ def ids(tmp_path):
     path = tmp_path / "ids.jsonl"
     path.write_text("".join(json.dumps({"input_ids": [1, 2, 3, i]}) + "\n" for i in range(50)))
     return path
+
+
+@pytest.fixture
+def end_afterwards():
+    """Return a function that takes a process; after the test, what still runs of its process group is killed."""
+    processes = []
+    yield processes.append
+    for process in processes:
+        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture

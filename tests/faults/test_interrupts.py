@@ -1,10 +1,15 @@
-"""Ctrl-C at any moment of the start: one line and exit code 1."""
+"""Ctrl-C at any moment of the start: one line and exit code 1. A second signal ends a command that cannot stop yet."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import forks
 import pytest
+import real_runs
+from waiting import processes_of, wait_until
 
 LINE = "Error: interrupted; the same command starts again.\n"
 SWALLOWS = """
@@ -58,3 +63,48 @@ def test_in_a_text_that_is_executed(tmp_path):
     (tmp_path / "in_exec.py").write_text(IN_EXEC)
     result = run_module(tmp_path, "in_exec")
     assert (result.returncode, result.stderr.lstrip("\n")) == (1, LINE)
+
+
+HELD_WRITE = """
+import os, pathlib, time
+
+def wait(descriptor):
+    try:
+        pathlib.Path("{folder}/writing").touch()
+        time.sleep(300)
+    except KeyboardInterrupt:
+        pathlib.Path("{folder}/interrupted").touch()
+        time.sleep(300)
+
+os.fsync = wait
+"""
+"""Let the first write to the disk take minutes, whatever signal comes."""
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("prepare", "finished work is kept, and the same command continues"),
+        ("teach", "finished work is kept, and the same command continues"),
+        ("export", "nothing was kept, and the same command starts again"),
+    ],
+)
+def test_a_second_signal_ends_a_command_that_is_held(tmp_path, finished_run, ids, end_afterwards, name, after):
+    out, output = tmp_path / "out", tmp_path / "output"
+    inputs = real_runs.make_inputs(tmp_path / "inputs")
+    arguments = {
+        "prepare": ("--data", ids, "--vocab-size", 300, "--seq-len", 8, "--workers", 1, "--out", out),
+        "teach": (inputs["parent"], "--data", inputs["data"], "--top-k", 16, "--out", out),
+        "export": (finished_run, out),
+    }[name]
+    process = forks.start_program("uptrain", name, *arguments, output=output, before=HELD_WRITE.format(folder=tmp_path))
+    end_afterwards(process)
+    wait_until((tmp_path / "writing").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_until((tmp_path / "interrupted").exists)
+    time.sleep(1.2)  # signals within a second are one request
+    os.kill(process.pid, signal.SIGTERM)
+    (result,) = forks.finish([process], [output])
+    assert (result.code, result.err) == (130, f"stopped by a second signal; {after}.\n")
+    assert not out.exists()
+    wait_until(lambda: not processes_of(process.pid))

@@ -15,6 +15,7 @@ import pytest
 import tiny
 from commands import left_behind
 from self_kill import start_self_killing
+from waiting import processes_of, wait_until
 
 from model.common.errors import InputError
 from model.files.staging import Staging
@@ -25,26 +26,6 @@ from uptrain.data.token_cache import TokenCache
 # Kills and signals
 
 SMALL_UNITS = "from uptrain.data.prepare import work_units; work_units.UNIT_BYTES = 1000"
-
-
-def processes_of(session):
-    """Return the processes of a session that still run."""
-    pids = []
-    for stat in (p / "stat" for p in Path("/proc").iterdir() if p.name.isdecimal()):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            pids.append(int(stat.parent.name))
-    return pids
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
