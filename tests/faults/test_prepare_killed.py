@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -127,8 +126,24 @@ def test_signal_in_the_middle(
     assert tiny.snapshot(out) == expected_of_long
 
 
+def workers_of(session):
+    return [pid for pid in processes_of(session) if b"spawn_main" in read_process(pid, "cmdline")]
+
+
+def imports(pid):
+    """Return whether the interpreter of a worker has started, and imports compiled modules."""
+    return b".cpython-" in read_process(pid, "maps")
+
+
+def read_process(pid, name):
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
 @pytest.mark.parametrize("number", [INT, signal.SIGHUP])
-def test_signal_while_workers_start(tmp_path, tokenizer, long_source, number):
+def test_signal_while_workers_start(tmp_path, tokenizer, long_source, end_afterwards, number):
     """A terminal sends it to all processes; workers that still import their code print nothing."""
     out = tmp_path / "out"
     with (tmp_path / "err").open("wb") as err:
@@ -139,10 +154,10 @@ def test_signal_while_workers_start(tmp_path, tokenizer, long_source, number):
             ],
             stderr=err, start_new_session=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )  # fmt: skip
-        wait_until(lambda: any(b"spawn_main" in command_line(pid) for pid in processes_of(process.pid)))
-        time.sleep(0.1)  # the interpreter has started, and imports
+        end_afterwards(process)
+        wait_until(lambda: any(map(imports, workers_of(process.pid))))
         os.killpg(process.pid, number)
-        assert process.wait(60) == 1
+        assert process.wait() == 1
     shown = (tmp_path / "err").read_text().strip()
     assert shown == "Error: interrupted; nothing is finished yet, and the same command starts again."
     wait_until(lambda: not processes_of(process.pid))
@@ -155,7 +170,7 @@ def test_killed_worker(start_slow, tmp_path, tokenizer, long_source, n_workers):
     process, finish = start_slow(*arguments, "--out", tmp_path / "out")
     journal = tmp_path / ".out.groupwise/journal.jsonl"
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 3)
-    workers = [pid for pid in processes_of(process.pid) if b"spawn_main" in command_line(pid)]
+    workers = workers_of(process.pid)
     assert len(workers) == n_workers
     os.kill(workers[0], signal.SIGKILL)
     result = finish()
@@ -176,13 +191,6 @@ def test_a_pool_that_broke_before_the_next_piece(prepare, ids_source, monkeypatc
     monkeypatch.setattr(workers.ProcessPoolExecutor, "submit", submit)
     result = prepare(ids_source, ids=True)
     assert (result.code, "a worker process was killed, perhaps for lack of memory" in result.err) == (1, True)
-
-
-def command_line(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""
 
 
 def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):

@@ -15,6 +15,7 @@ import real_runs
 from fault_injection import Fault, Faults, launch, run, start
 from faulty_runs import SAVE, succeed
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, state, status
+from waiting import wait_until
 
 from uptrain.distributed.signals import STOPPING
 
@@ -93,33 +94,41 @@ def test_two_at_once_are_one_request(runs, tmp_path):
     stop_and_go_on(runs, tmp_path, 1, Fault("SIGINT SIGTERM", "before _backward 5"), 6)
 
 
-def test_from_outside_once_ready(runs, tmp_path):
+def test_from_outside_once_ready(runs, tmp_path, end_afterwards):
     """Sent as people send them, to a run that does not end by itself."""
     out, err = tmp_path / "run", tmp_path / "output-0.err"
     (process,) = start(*real_runs.arguments(runs.inputs, out, steps=10**6), folder=tmp_path)
-    while not (err.exists() and "READY: started" in err.read_text()):
-        assert process.exitcode is None
-        time.sleep(0.02)
+    end_afterwards(process)
+    wait_until(lambda: "READY: started" in shown_by(process, err))
     process.terminate()
-    process.join(30)
+    process.join()
     assert process.exitcode == 0
     assert_saved_at(out, status(out)[1], "SIGTERM")
+
+
+def shown_by(process, file):
+    """Return what a process has written to a file; it may not have ended."""
+    assert is_running(process)
+    return file.read_text() if file.exists() else ""
+
+
+def is_running(process):
+    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
 
 
 def goes_on(process, out):
     """Wait until a run has logged ten more lines."""
 
     def n_lines():
+        assert is_running(process)
         return (out / "metrics.jsonl").read_bytes().count(b"\n")
 
     before = n_lines()
-    while n_lines() <= before + 10:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: n_lines() > before + 10)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal(runs, tmp_path, ignored):
+def test_a_closed_terminal(runs, tmp_path, end_afterwards, ignored):
     """The run saves and stops, though it can no longer print; under `nohup`, which ignores the signal, it goes on."""
     out = tmp_path / "run"
     ours, theirs = os.openpty()
@@ -133,6 +142,7 @@ def test_a_closed_terminal(runs, tmp_path, ignored):
         env={**real_runs.environment(), "TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs,
         start_new_session=True, preexec_fn=open_terminal,
     )  # fmt: skip
+    end_afterwards(process)
     os.close(theirs)
     shown = b""
     while b"READY: started" not in shown:
@@ -142,7 +152,7 @@ def test_a_closed_terminal(runs, tmp_path, ignored):
         goes_on(process, out)
         process.terminate()
     # Only what the run prints at its end is lost.
-    assert process.wait(60) in (0, 1)
+    assert process.wait() in (0, 1)
     assert_saved_at(out, status(out)[1], "SIGTERM" if ignored else "SIGHUP")
 
 
@@ -187,7 +197,7 @@ def test_the_launcher(runs, tmp_path, program, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_scripts_when_the_terminal_is_closed(runs, tmp_path, ignored):
+def test_the_scripts_when_the_terminal_is_closed(runs, tmp_path, end_afterwards, ignored):
     """A launcher passes SIGHUP on, but not if `nohup` has made the script ignore it."""
     out, err = tmp_path / "run", tmp_path / "err"
     with err.open("wb") as errors:
@@ -196,14 +206,13 @@ def test_the_scripts_when_the_terminal_is_closed(runs, tmp_path, ignored):
             cwd=ROOT, env={**real_runs.environment(), "PROCESSES": "2"}, stderr=errors, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL),
         )  # fmt: skip
-        while b"READY: started" not in err.read_bytes():
-            assert process.poll() is None
-            time.sleep(0.1)
+        end_afterwards(process)
+        wait_until(lambda: "READY: started" in shown_by(process, err))
         os.killpg(process.pid, signal.SIGHUP)
         if ignored:
             goes_on(process, out)
             process.terminate()
-        process.wait(60)
+        process.wait()
     assert_saved_at(out, status(out)[1], "SIGTERM" if ignored else "SIGHUP")
 
 
