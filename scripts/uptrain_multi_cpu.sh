@@ -7,9 +7,9 @@
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
 export ACCELERATE_USE_CPU=true
-: "${PROCESSES:?set it to how many processes}"
+PROCESSES=${PROCESSES:-}
 case $PROCESSES in
-    *[!0-9]* | 0*)
+    "" | *[!0-9]* | 0*)
         echo "Error: PROCESSES=$PROCESSES is not a number of processes; give 2, for example." >&2
         exit 2 ;;
 esac

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from commands import Result
 from torch.distributed.run import get_args_parser
 
 from uptrain.distributed import launcher
@@ -43,7 +44,7 @@ def test_shells_parse(name):
 
 
 @pytest.fixture
-def shell(tmp_path):
+def run_script(tmp_path):
     """Run a script where the programs it calls are stand-ins that print how they were called, an argument a line."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -65,11 +66,22 @@ def shell(tmp_path):
         f'case $2 in *device_count*) echo 3;; *.launcher) {launcher};; *) printf "%s\\n" python "$@";; esac',
     )
 
-    def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+    def run(name: str, *arguments: object, **variables: str) -> Result:
         environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables}
         command = [SHELLS[name], SCRIPTS / name, *map(str, arguments)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        return result.returncode, result.stdout.splitlines()
+        return Result(result.returncode, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def shell(run_script):
+    """Run a script as `run_script` does; return its exit code, and the lines that it printed on stdout."""
+
+    def run(name: str, *arguments: object, **variables: str) -> tuple[int, list[str]]:
+        result = run_script(name, *arguments, **variables)
+        return result.code, result.out.splitlines()
 
     return run
 
@@ -105,10 +117,10 @@ def test_one_gpu_needs_no_launcher(shell, layout):
     assert (code, lines) == (0, ["python", "-m", "uptrain", "run", "my model", "--alpha", "0.05"])
 
 
-def test_multi_gpu_without_a_gpu(shell):
+def test_multi_gpu_without_a_gpu(run_script):
     for wrong in ("0", "x", "-1"):
-        assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS=wrong) == (2, []), wrong
-    assert shell("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="2", LAYOUT="fsdp") == (2, [])
+        run_script("uptrain_multi_gpu.sh", "run", "MODEL", GPUS=wrong).refused(f"GPUS={wrong}")
+    run_script("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="2", LAYOUT="fsdp").refused("LAYOUT=fsdp is unknown")
 
 
 def test_multi_cpu(shell):
@@ -117,9 +129,13 @@ def test_multi_cpu(shell):
     assert lines[0] == "launcher"
     assert Path(lines[2]) == SCRIPTS / "launch/accelerate/ddp.yaml"
     assert lines[3:] == ["--num_processes", "3", "--main_process_port", "0", "-m", "uptrain", "run", "my model"]
+
+
+def test_multi_cpu_without_a_number_of_processes(run_script):
     for wrong in ("", "0", "00", "x", "2x", "-1"):
-        code, lines = shell("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=wrong)
-        assert code and not lines, wrong
+        refusal = f"PROCESSES={wrong} is not a number of processes; give 2, for example."
+        run_script("uptrain_multi_cpu.sh", "run", "MODEL", PROCESSES=wrong).refused(refusal)
+    run_script("uptrain_multi_cpu.sh", "run", "MODEL").refused("PROCESSES= is not a number of processes")
 
 
 def test_multi_cpu_starts_two_processes(tmp_path):
