@@ -24,6 +24,9 @@ def test_every_family_has_a_row():
     assert sorted(ROWS) == sorted(name for name in FAMILIES if not name.endswith("_gqa"))
     n_trained = sum(not trained.startswith("no:") for _, trained, _ in ROWS.values())
     assert f"`uptrain` trains {n_trained} of the {len(ROWS)};" in PAGE.read_text()
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert f"{len(ROWS)} families" in readme
+    assert re.search(rf"`uptrain`\s+trains {n_trained}\b", readme)
 
 
 @pytest.mark.parametrize("family", sorted(set(tiny.STOCK) & set(ROWS)))

@@ -8,9 +8,8 @@ import pytest
 import real_runs
 import tiny
 import torch
-from safetensors_headers import write_headers
+from llama_2_7b import QKVO, llama_2_7b, write_llama_2_7b
 
-from model.checkpoint import TensorInfo
 from model.common.errors import InputError, RankError
 from model.decoder import chunk_size
 from model.geometry import Geometry
@@ -24,22 +23,6 @@ from uptrain.estimates.parameter_counts import count_parameters
 from uptrain.models.load import load_student, load_teacher
 from uptrain.models.teacher_sharing import equal_tensors, share, shareable
 from uptrain.runs import device_memory, resolve_settings
-
-QKVO = frozenset(f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(32) for p in "qkvo")
-
-
-def llama_2_7b(n_kv_heads):
-    """Return the tensors of Llama-2-7B with this number of K/V heads."""
-    hidden, wide, kv = 4096, 11008, 128 * n_kv_heads
-    shapes = {"model.embed_tokens": (32000, hidden), "lm_head": (32000, hidden), "model.norm": (hidden,)}
-    for layer in range(32):
-        of_layer = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    return [TensorInfo(f"{name}.weight", "F16", shape) for name, shape in shapes.items()]
 
 
 def models(taught=True, changed=frozenset(), **more):
@@ -176,18 +159,8 @@ def test_the_first_way_that_fits():
 
 @pytest.fixture
 def seven(tmp_path):
-    """Write the headers of Llama-2-7B after the default conversion, and of its parent. No weights are written."""
-    for name, heads in (("gqa8", 8), ("parent", 32)):
-        write_headers(tmp_path / name, llama_2_7b(heads))
-        config = {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
-            "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": heads, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        }  # fmt: skip
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    record = {"source": {"name": "Llama-2-7b-hf"}, "method": "fit", "sha256": dict.fromkeys(QKVO, "0" * 64)}
-    (tmp_path / "gqa8/groupwise.json").write_text(json.dumps(record))
-    return tmp_path / "gqa8", tmp_path / "parent"
+    """Return the headers of Llama-2-7B after the default conversion, and of its parent."""
+    return write_llama_2_7b(tmp_path)
 
 
 def test_plan_names_commands_that_fit(uptrain, seven):
