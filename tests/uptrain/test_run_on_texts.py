@@ -147,6 +147,7 @@ def test_no_such_texts(uptrain, tmp_path, model):
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_texts_are_tokenised(uptrain, tmp_path, texts, family, changes, words):
+    changes = dict(changes)
     lost, says = changes.pop("lose", None), changes.pop("says", VOCAB)
     model = make_tokenizer(tiny.save(tiny.build(family, vocab_size=VOCAB, **changes), tmp_path / "model"), VOCAB)
     if lost:
