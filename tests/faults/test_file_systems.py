@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 import real_runs
 import tiny
 from commands import MEAN, left_behind
-from self_kill import run_self_killing
+from self_kill import kill_at_every_step
 
 from model.common.errors import InputError
 from model.files.lock import FileLock, LockedError
@@ -291,22 +290,16 @@ def test_two_starts_of_one_run(tmp_path, begin):
 
 @pytest.mark.slow
 def test_killed_at_every_step_to_the_disk_without_flock(convert, source, tmp_path, begin):
+    def arguments(out):
+        return ("mha-to-gqa", source, out, *MEAN, "--workers", 1)
+
+    def finish(out):
+        return out.exists() or begin("convert", *arguments(out), locks="no flock")().succeeded()
+
     convert("mha-to-gqa", source, tmp_path / "expected", *MEAN).succeeded()
-    expected, out = tiny.snapshot(tmp_path / "expected"), tmp_path / "out"
-    arguments, n = ("mha-to-gqa", source, out, *MEAN, "--workers", 1), 0
-    while True:
-        n += 1
-        code = run_self_killing(n, "convert", *arguments, before=LOCKS["no flock"], output=tmp_path / "killed")
-        if code != -signal.SIGKILL:
-            break
-        assert not out.exists() or tiny.snapshot(out) == expected, n
-        if not out.exists():
-            begin("convert", *arguments, locks="no flock")().succeeded()
-        assert tiny.snapshot(out) == expected, n
-        shutil.rmtree(out)
-        shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
-    assert code == 0
-    assert n > 20
+    expected = tiny.snapshot(tmp_path / "expected")
+    kills = kill_at_every_step(tmp_path, "convert", arguments, finish, expected, before=LOCKS["no flock"])
+    assert kills >= 20
 
 
 def test_one_folder_under_two_names(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import tiny
-from self_kill import run_self_killing
+from self_kill import kill_at_every_step, run_self_killing
 
 from scripts.bench.llama_checkpoint import TINY_LLAMA, write_random
 
@@ -27,24 +27,14 @@ def expected(convert, source, tmp_path):
     return tiny.snapshot(tmp_path / "expected")
 
 
-def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected, kill_at):
-    out = tmp_path / "out"
-    arguments = ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
-    n = killed = 0
-    while True:
-        n += 1
-        code = kill_at(n, *arguments)
-        if code != -signal.SIGKILL:
-            break
-        killed += 1
-        assert not out.exists() or tiny.snapshot(out) == expected, n
-        if not out.exists():
-            convert(*arguments).succeeded()
-        assert tiny.snapshot(out) == expected, n
-        shutil.rmtree(out)
-        shutil.rmtree(tmp_path / ".out.groupwise", ignore_errors=True)
-    assert code == 0
-    assert killed >= 20
+def test_killed_at_every_step_to_the_disk(convert, source, tmp_path, expected):
+    def arguments(out):
+        return ("mha-to-gqa", "--method", "mean", source, out, "--groups", 2, "--workers", 1)
+
+    def finish(out):
+        return out.exists() or convert(*arguments(out)).succeeded()
+
+    assert kill_at_every_step(tmp_path, "convert", arguments, finish, expected) >= 20
 
 
 def test_rerun_keeps_finished_shards(convert, source, tmp_path, expected, kill_at):

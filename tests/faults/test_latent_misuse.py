@@ -2,8 +2,6 @@
 
 import json
 import logging
-import shutil
-import signal
 
 import latent
 import pytest
@@ -13,7 +11,7 @@ from commands import left_behind
 from damage import edit_tensors, rewrite
 from llama_pairs import ROPES
 from safetensors.torch import load_file, save_file
-from self_kill import run_self_killing
+from self_kill import kill_at_every_step
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoConfig
 
@@ -302,22 +300,16 @@ def test_a_record_that_is_damaged(convert, source, tmp_path, change, words):
     convert("verify", source, target).refused(*words)
 
 
-def test_killed_at_every_step_to_the_disk(convert, source, tmp_path):
-    arguments = ("mha-to-mla", source, tmp_path / "target", *SIZE, *BY_WEIGHTS, "--workers", 1)
+def test_killed_at_every_third_step_to_the_disk(convert, source, tmp_path):
+    def arguments(out):
+        return ("mha-to-mla", source, out, *SIZE, *BY_WEIGHTS, "--workers", 1)
+
+    def finish(out):
+        return out.exists() or convert(*arguments(out)).succeeded()
+
     convert("mha-to-mla", source, tmp_path / "expected", *SIZE, *BY_WEIGHTS).succeeded()
-    expected, n = tiny.snapshot(tmp_path / "expected"), 0
-    while True:
-        n += 3
-        code = run_self_killing(n, "convert", *arguments, output=tmp_path / "killed")
-        if code != -signal.SIGKILL:
-            break
-        if not (tmp_path / "target").exists():
-            convert(*arguments).succeeded()
-        assert tiny.snapshot(tmp_path / "target") == expected, n
-        shutil.rmtree(tmp_path / "target")
-        shutil.rmtree(tmp_path / ".target.groupwise", ignore_errors=True)
-    assert code == 0
-    assert n >= 20
+    expected = tiny.snapshot(tmp_path / "expected")
+    assert kill_at_every_step(tmp_path, "convert", arguments, finish, expected, every=3) >= 10
 
 
 def test_a_text_that_is_too_short(convert, tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from commands import left_behind
-from self_kill import start_self_killing
+from self_kill import kill_at_every_step
 from waiting import processes_of, wait_until
 
 from model.common.errors import InputError
@@ -41,20 +41,15 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, monkeypatch, ids_so
     arguments = ("prepare", "--data", ids_source, "--vocab-size", 300, "--seq-len", 8, "--tokens", 700, "--workers", 2)
     uptrain(*arguments, "--out", tmp_path / "expected").succeeded()
     expected = tiny.snapshot(tmp_path / "expected")
-    killed = 0
-    for n in range(1, 100):
-        out, output = tmp_path / f"out{n}", tmp_path / f"output{n}"
-        process = start_self_killing(n, "uptrain", *arguments, "--out", out, *share, output=output, before=SMALL_UNITS)
-        (result,) = forks.finish([process], [output])
-        if result.code != -signal.SIGKILL:
-            break
-        killed += 1
-        wait_until(lambda process=process: not processes_of(process.pid))
-        assert not out.exists() or tiny.snapshot(out) == expected, n
-        uptrain(*arguments, "--out", out).succeeded()
-        assert tiny.snapshot(out) == expected, n
-    result.succeeded()
-    assert killed >= (2 if share else 8)
+    kills = kill_at_every_step(
+        tmp_path,
+        "uptrain",
+        lambda out: (*arguments, "--out", out, *share),
+        lambda out: uptrain(*arguments, "--out", out).succeeded(),
+        expected,
+        before=SMALL_UNITS,
+    )
+    assert kills >= (2 if share else 8)
 
 
 SLOW = (

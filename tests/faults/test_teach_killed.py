@@ -1,14 +1,13 @@
 """`uptrain teach` that is killed resumes: the logits are the same bytes."""
 
 import random
-import signal
 import time
 
 import forks
 import pytest
 import real_runs
 import tiny
-from self_kill import run_self_killing
+from self_kill import kill_at_every_step
 
 from uptrain.data import teacher_logits
 
@@ -34,20 +33,15 @@ def expected(uptrain, command, tmp_path):
 
 @pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
 def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, command, expected, share):
-    killed = 0
-    for n in range(1, 100):
-        out = tmp_path / f"out{n}"
-        code = run_self_killing(
-            n, "uptrain", *command, "--out", out, *share, output=tmp_path / f"output{n}", before=SMALL
-        )
-        if code != -signal.SIGKILL:
-            break
-        killed += 1
-        assert not out.exists() or tiny.snapshot(out) == expected, n
-        uptrain(*command, "--out", out).succeeded()
-        assert tiny.snapshot(out) == expected, n
-    assert code == 0
-    assert killed >= (8 if share else 16)
+    kills = kill_at_every_step(
+        tmp_path,
+        "uptrain",
+        lambda out: (*command, "--out", out, *share),
+        lambda out: uptrain(*command, "--out", out).succeeded(),
+        expected,
+        before=SMALL,
+    )
+    assert kills >= (8 if share else 16)
 
 
 def test_killed_at_random_moments(uptrain, tmp_path, command, expected):
