@@ -221,7 +221,9 @@ def test_commands_options_and_paths_in_sentences() -> None:
 
 
 def faults_of(code: PageCommand) -> list[str]:
-    first, *others = code.text.split()
+    if not code.words:  # `VARIABLE=value` alone
+        return []
+    first, *others = code.words
     folder, _, below = first.partition("/")
     if below and not others and (ROOT / folder).is_dir():
         return [] if (ROOT / first).exists() else ["there is no such path"]
@@ -231,9 +233,23 @@ def faults_of(code: PageCommand) -> list[str]:
     try:
         program = pages.find_program([first, *others])
         known = program.options() if program else set()
+        if program and not (program.click_command or program.argparse_main):
+            program.parse()
     except UnknownCommandError as error:
         return [str(error)]
     return [f"the command has no {word}" for word in others if known and word.startswith("--") and word not in known]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "convert inspect --no-such", "uptrain no-such", "scripts/no-such", "convert/no-such.py", "--no-such",
+        "PROCESSES=2 scripts/uptrain_multi_cpu.sh run … --no-such", "CUDA_VISIBLE_DEVICES=1 uptrain run --no-such",
+        "scripts/test --a", "scripts/test -r", "scripts/test --gpu --all", "scripts/test tests/no-such",
+    ],
+)  # fmt: skip
+def test_wrong_commands_are_found(text: str) -> None:
+    assert faults_of(PageCommand("a page", text))
 
 
 def options_of(program: str) -> set[str]:

@@ -20,6 +20,8 @@ SHELLS, PYTHON, OTHERS = ("sh", "bash", "console"), "python", ("", "json", "text
 """The languages of fenced blocks: commands, Python, and those that hold neither."""
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 PACKAGES = ("convert", "model", "scripts", "uptrain")
+OPTIONS_OF_PYTEST = ("--gpu",)
+"""Those that pages give to `scripts/test`."""
 Words = Sequence[str]
 
 
@@ -168,10 +170,8 @@ def _find_script(script: str, arguments: list[str]) -> Program:
     if script == "scripts/interop":
         return Program(arguments, allowed_words=lambda name: (ROOT / f"tests/interop/requirements/{name}.txt").exists())
     if script == "scripts/test":
-        options = path.read_text() + (ROOT / "tests/conftest.py").read_text()
-        return Program(
-            arguments, allowed_words=lambda word: word in options if word[0] == "-" else (ROOT / word).exists()
-        )
+        others = arguments[1:] if arguments[:1] == ["--all"] else arguments  # the script knows it only there
+        return Program(others, allowed_words=lambda word: word in OPTIONS_OF_PYTEST or (ROOT / word).exists())
     return Program(arguments)
 
 
