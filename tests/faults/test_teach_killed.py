@@ -31,7 +31,7 @@ def expected(uptrain, command, tmp_path):
     return files
 
 
-@pytest.mark.parametrize("share", [(), ("--shard", "2/2")])
+@pytest.mark.parametrize("share", [pytest.param((), marks=pytest.mark.slow), ("--shard", "2/2")])
 def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, command, expected, share):
     kills = kill_at_every_step(
         tmp_path,
@@ -44,6 +44,7 @@ def test_killed_at_every_step_to_the_disk(uptrain, tmp_path, command, expected, 
     assert kills >= (8 if share else 16)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(uptrain, tmp_path, command, expected):
     """Twenty kills, each of the command that continues after the last. Writing is slowed down, to be hit."""
     rng, out, killed = random.Random(0), tmp_path / "out", 0
