@@ -144,6 +144,14 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small tokenizer, which tests do not change."""
+    from tiny_tokenizers import make_tokenizer
+
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a finished run on the CPU: 12 steps of distillation, evaluated every 4, stopped and resumed after 6."""
     from real_runs import arguments, drive, make_inputs

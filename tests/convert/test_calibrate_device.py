@@ -3,7 +3,6 @@
 import json
 import time
 from itertools import count
-from pathlib import Path
 
 import pytest
 import tiny
@@ -16,7 +15,6 @@ from tiny_tokenizers import make_tokenizer
 from convert.calibration import convert_layers
 from convert.estimates.timing import fastest_seconds
 
-DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 WAYS = {
     "fit": ("--method", "fit", "--refit", "--refine", 1024, "--calibration-tokens", 1024),
     "pca": ("--method", "pca", "--calibration-tokens", 1024),
@@ -128,7 +126,7 @@ def test_the_estimate_is_within_a_factor_of_two(convert, tmp_path, options):
     name, *more = options
 
     def ratio(out):
-        command = (name, DEMO, out, *more, "--calibration-tokens", 32768)
+        command = (name, tiny.DEMO, out, *more, "--calibration-tokens", 32768)
         estimate = json.loads(convert(*command, "--dry-run", "--json").out)["calibration_seconds"]
         started = time.perf_counter()
         convert(*command).succeeded()

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import tiny
+from calibrated import record
 from sentencepiece import SentencePieceProcessor
 from tiny_tokenizers import make_sentencepiece, make_tokenizer
 
@@ -25,10 +26,6 @@ MEAN_RECORD = {"method": "mean", "refit": False, "calibration": None}
 @pytest.fixture
 def source(tmp_path):
     return make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "source"), 300)
-
-
-def record(folder):
-    return json.loads((folder / "groupwise.json").read_text())
 
 
 def chosen(convert, source, out, *options):

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny
+from calibrated import TOKENS
 from families_without_gqa import t5
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
@@ -18,7 +19,6 @@ from convert.calibration_text.text import split_name
 from model.checkpoint import open_checkpoint
 
 OPTIONS = ("--groups", 2, "--method", "pca", "--calibration-tokens", 1024)
-TOKENS = "groupwise_calibration.xz"
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -18,7 +18,6 @@ import convert as package
 from convert.calibration import refine
 from convert.layers.runnable_layer import HeadWeights
 
-DEMO = Path(__file__).parents[2] / "assets/demo-mha"
 SHIPPED = Path(package.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
 OPTIONS = ("--groups", 2, "--calibration-tokens", 1024)
 
@@ -39,10 +38,10 @@ def log_probabilities(folder):
 
 @pytest.mark.slow
 def test_refining_lowers_the_distance_to_the_parent(convert, tmp_path):
-    parent, divergences = log_probabilities(DEMO), {}
+    parent, divergences = log_probabilities(tiny.DEMO), {}
     for tokens in (0, 16384):
         command = ("--groups", 2, "--calibration-tokens", 8192, "--refine", tokens)
-        convert("mha-to-gqa", DEMO, tmp_path / str(tokens), *command).succeeded()
+        convert("mha-to-gqa", tiny.DEMO, tmp_path / str(tokens), *command).succeeded()
         merged = log_probabilities(tmp_path / str(tokens))
         divergences[tokens] = float((parent.exp() * (parent - merged)).sum(-1).mean())
     assert divergences[16384] < 0.8 * divergences[0], divergences

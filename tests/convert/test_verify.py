@@ -178,7 +178,7 @@ def test_a_tensor_that_only_the_source_has(convert, tmp_path):
     assert f"the tensor {name} is not one that the conversion writes" in result.err
 
 
-MEAN = ("mha-to-gqa", "--groups", 2, "--method", "mean")
+MERGE = ("mha-to-gqa", "--groups", 2, "--method", "mean")
 PCA = ("mha-to-gqa", "--groups", 2, "--method", "pca", "--calibration", "none")
 LATENT = ("mha-to-mla", "--latent", 16, "--rope", 8, "--calibration", "none")
 
@@ -187,9 +187,9 @@ LATENT = ("mha-to-mla", "--latent", 16, "--rope", 8, "--calibration", "none")
     ("command", "entry", "value", "expected"),
     [
         (("to-hf",), "method", "random", "'mean'"), (("to-hf",), "seed", 77, "0"), (LATENT, "groups", 12345, "8"),
-        (MEAN, "merge_report.0.norm_ratio", 9.5, "0."), (MEAN, "merge_report.1.mean_cosine", None, ""),
-        (PCA, "merge_report.0.norm_ratio", 9.5, ""), (MEAN, "source.files.0.bytes", 1, ""),
-        (MEAN, "geometry.head_dim", 4, "8"), (MEAN, "source.format", "gguf", "'safetensors'"),
+        (MERGE, "merge_report.0.norm_ratio", 9.5, "0."), (MERGE, "merge_report.1.mean_cosine", None, ""),
+        (PCA, "merge_report.0.norm_ratio", 9.5, ""), (MERGE, "source.files.0.bytes", 1, ""),
+        (MERGE, "geometry.head_dim", 4, "8"), (MERGE, "source.format", "gguf", "'safetensors'"),
     ],
 )  # fmt: skip
 def test_changes_of_the_record(convert, tmp_path, command, entry, value, expected):

@@ -8,7 +8,6 @@ from contextlib import suppress
 import pytest
 import real_runs
 from commands import MEAN
-from tiny_tokenizers import make_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -61,11 +60,6 @@ def refuse_source(convert, source, tmp_path, nothing_left_behind):
         return convert("mha-to-gqa", "--method", "mean", *arguments).refused(*words)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import interop
 import pytest
+import tiny
 import torch
 from tokenizers import Tokenizer
 
@@ -17,7 +18,6 @@ from model.decoder.loading import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-DEMO = interop.ROOT / "assets/demo-mha"
 SAMPLE = Path(convert.__file__).parent / "calibration_text/sample_texts/mixture.jsonl.xz"
 PASSAGES = 12
 
@@ -44,7 +44,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
     """Return a parent, its conversions, and one that was uptrained and exported."""
     interop.need("lm_eval")
     place = tmp_path_factory.mktemp("models")
-    folders = {"parent": DEMO} | {f"GQA-{n}": out for n, out in interop.convert_to_all(DEMO, place).items() if n < 8}
+    folders = {"parent": tiny.DEMO} | {
+        f"GQA-{n}": out for n, out in interop.convert_to_all(tiny.DEMO, place).items() if n < 8
+    }
     (place / "text").mkdir()
     (place / "text/speech.txt").write_text(lzma.decompress(SAMPLE.read_bytes()).decode()[-40000:])
     uptrain = (sys.executable, "-m", "uptrain")

@@ -15,10 +15,6 @@ from torch_files import write_meta
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
 class Answers:
     """Folders that both versions opened."""
 
@@ -156,7 +152,7 @@ def test_configs_that_we_write(written, figure, source, dtype):
     """They have both spellings, and either version reads its own."""
     for groups in (8, 4, 2, 1):
         name = f"{source} {groups}"
-        config = config_of(written.folders[name])
+        config = json.loads((written.folders[name] / "config.json").read_text())
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == interop.THETA
         assert config["torch_dtype"] == config["dtype"] == dtype
         answer = written.check(name)

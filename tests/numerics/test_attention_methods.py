@@ -1,10 +1,10 @@
 """What may be done to attention without changing it, and the merges that stand on it, in float64."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +160,7 @@ def test_heads_equal_up_to_allowed_maps_merge_without_loss(method, calibrated, s
 
 def mean(moments: Moments) -> Maps:
     """Return the paper's merge, of the heads as they stand."""
-    eye = np.eye(HEAD_DIM if moments.head_dim == HEAD_DIM else moments.head_dim)
+    eye = np.eye(moments.head_dim)
     shared, same = np.tile(eye, moments.n_keys) / moments.n_keys, np.stack([eye] * len(moments.queries_HDD))
     return Maps(shared, same, shared, same)
 
@@ -199,7 +199,7 @@ def test_each_method_loses_no_more_than_the_one_before(seed, groups, shared):
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_each_method_loses_no_more_on_trained_weights(groups):
-    with open_checkpoint(Path(__file__).parents[2] / "assets/demo-mha") as checkpoint:
+    with open_checkpoint(tiny.DEMO) as checkpoint:
         for layer in make_merge_plan(checkpoint, groups, MergeRecipe("pca"), None).conversions[::3]:
             assert isinstance(layer, LayerMerge)
             for group in read_attention(checkpoint, layer).groups(groups):

@@ -19,6 +19,8 @@ from transformers import (
 from model.families import FAMILIES
 from model.families.family import Family, Wrapper
 
+DEMO = Path(__file__).parents[2] / "assets/demo-mha"
+"""The model that the repository holds, which is trained."""
 N_LAYERS, N_HEADS, HIDDEN = 2, 8, 32
 SIDE_FILES = {
     "tokenizer.json": '{"version": "1.0"}',

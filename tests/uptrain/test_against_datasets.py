@@ -13,7 +13,7 @@ import datasets
 import forks
 import pytest
 from self_kill import start_self_killing
-from tiny_tokenizers import SENTENCES, make_tokenizer
+from tiny_tokenizers import SENTENCES
 from transformers import AutoTokenizer
 
 from model.common.errors import InputError
@@ -23,11 +23,6 @@ from uptrain.data.token_cache import TokenCache
 
 SEQ_LEN, N_DOCUMENTS = 32, 400
 BATCH = 50
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

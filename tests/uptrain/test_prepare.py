@@ -26,11 +26,6 @@ from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer
 from uptrain.data.token_cache import Manifest, TokenCache
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Several units from a few kilobytes."""

@@ -63,8 +63,8 @@ def open_whole(folder):
     return model.eval()
 
 
-def rewrite(folder, change):
-    """Change the tensors of a folder, a dict, and return the folder."""
+def replace_tensors(folder, change):
+    """Save what `change` returns of the tensors of a folder, by name; return the folder."""
     weights = change(tiny.tensors(folder))
     tiny.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -90,7 +90,7 @@ def test_both_spellings_of_names_are_read(tmp_path, body, lm_head):
     def spelled(name):
         return name.replace("language_model.lm_head.", lm_head).replace("language_model.model.", body)
 
-    rewrite(folder, lambda weights: {spelled(name): tensor for name, tensor in weights.items()})
+    replace_tensors(folder, lambda weights: {spelled(name): tensor for name, tensor in weights.items()})
     assert torch.equal(load_model(folder)(ids), expected)
 
 
@@ -107,8 +107,10 @@ def test_an_export_is_the_whole_model_with_what_was_trained(inputs, tmp_path, up
     """What is not of the language model keeps its bytes, whatever its dtype is."""
     folder = tiny.save(tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2), tmp_path / family, "bfloat16")
     tower = next(name for name in tiny.tensors(folder) if not is_text(name))
-    rewrite(folder, lambda weights: {**weights, tower: weights[tower].float() / 3, "vision.ids": torch.arange(5)})
-    rewrite(folder, lambda weights: {**weights, "vision.nan": torch.full((2,), float("nan"))})
+    replace_tensors(
+        folder, lambda weights: {**weights, tower: weights[tower].float() / 3, "vision.ids": torch.arange(5)}
+    )
+    replace_tensors(folder, lambda weights: {**weights, "vision.nan": torch.full((2,), float("nan"))})
     inputs, run, out = {**inputs, "model": folder}, tmp_path / "run", tmp_path / "out"
     drive([{"arguments": arguments(inputs, run, "--trainable", part, steps=4)}])
     uptrain("export", run, out).succeeded()
@@ -119,7 +121,7 @@ def test_an_export_is_the_whole_model_with_what_was_trained(inputs, tmp_path, up
     assert {name for name in after if after[name].dtype != before[name].dtype} == set()
     assert {name for name in after if is_trained(name) and name.endswith("q_proj.weight")} <= changed
     assert all(is_trained(name) if part == "attention" else is_text(name) for name in changed)
-    rewrite(
+    replace_tensors(
         out,
         lambda weights: {name: tensor for name, tensor in weights.items() if name not in ("vision.ids", "vision.nan")},
     )
@@ -203,7 +205,7 @@ def test_a_stored_tied_lm_head_is_exported_in_the_dtype_of_its_embedding(inputs,
     model = tiny.build(family, vocab_size=VOCAB, num_key_value_heads=2)
     folder, out = tiny.save(model, tmp_path / "model", "float16"), tmp_path / "out"
     lm_head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
-    rewrite(folder, lambda weights: {**weights, lm_head: weights[embedding].clone()})
+    replace_tensors(folder, lambda weights: {**weights, lm_head: weights[embedding].clone()})
     tie(folder)
     drive([{"arguments": arguments({**inputs, "model": folder}, tmp_path / "run", steps=4)}])
     uptrain("export", tmp_path / "run", out).succeeded()
@@ -218,7 +220,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, family):
     with pytest.raises(CheckpointError, match="quanti"):
         load_model(folder)
     tiny.edit_config(folder, quantization_config=...)
-    rewrite(folder, lambda weights: {f"base_model.{name}": tensor for name, tensor in weights.items()})
+    replace_tensors(folder, lambda weights: {f"base_model.{name}": tensor for name, tensor in weights.items()})
     with pytest.raises(CheckpointError, match="0 layers"):
         load_model(folder)
 
@@ -229,7 +231,7 @@ def test_a_changed_tensor_outside_the_language_model_is_found(inputs, tmp_path, 
     inputs = {**inputs, "model": folder}
     drive([{"arguments": arguments(inputs, run, "--trainable", "kv"), "stop_in": 3}])
     tower = next(name for name in tiny.tensors(folder) if "vision" in name)
-    rewrite(folder, lambda weights: {**weights, tower: weights[tower] + 1})
+    replace_tensors(folder, lambda weights: {**weights, tower: weights[tower] + 1})
     for command in (["resume", run], ["export", run, tmp_path / "out"]):
         uptrain(*command).refused(f"{folder} holds other tensors than when the run began")
 
@@ -264,7 +266,7 @@ def test_an_lm_head_that_contradicts_the_config_is_refused(tmp_path, family):
 
     named = r"language_model\.lm_head\.weight differs .* set text_config\.tie_word_embeddings to false"
     with pytest.raises(CheckpointError, match=named):
-        load_model(rewrite(folder, with_other_lm_head))
+        load_model(replace_tensors(folder, with_other_lm_head))
     tie(folder, inner=False)
     load_model(folder)
 
@@ -276,7 +278,7 @@ def test_if_only_the_wrapper_ties_the_lm_head_a_stored_one_is_used(inputs, tmp_p
     tie(folder, inner=False)
     of_body = next(name for name in tiny.tensors(folder) if name.endswith("embed_tokens.weight"))
     lm_head = "language_model.lm_head.weight" if of_body.startswith("language_model.") else "lm_head.weight"
-    rewrite(folder, lambda weights: {**weights, lm_head: weights[of_body].flip(0)})
+    replace_tensors(folder, lambda weights: {**weights, lm_head: weights[of_body].flip(0)})
     untied = load_model(folder)(ids)
     torch.testing.assert_close(untied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
     uptrain("evaluate", folder, "--data", inputs["held_out"]).succeeded()
@@ -284,7 +286,7 @@ def test_if_only_the_wrapper_ties_the_lm_head_a_stored_one_is_used(inputs, tmp_p
     drive([{"arguments": arguments({**inputs, "model": folder}, run, "--activation-checkpointing", steps=4)}])
     uptrain("export", run, tmp_path / "out").succeeded()
     assert torch.equal(tiny.tensors(tmp_path / "out")[lm_head], tiny.tensors(folder)[lm_head])
-    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != lm_head})
+    replace_tensors(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != lm_head})
     tied = load_model(folder)(ids)
     torch.testing.assert_close(tied, open_whole(folder)(input_ids=ids).logits, rtol=0, atol=1e-6)
     assert not torch.equal(tied, untied)
@@ -295,7 +297,7 @@ def test_if_only_the_wrapper_ties_the_lm_head_a_stored_one_is_used(inputs, tmp_p
 def test_a_bias_of_the_lm_head_is_refused(tmp_path, family):
     """No language model here has one, so it would be left out."""
     folder = tiny.save(tiny.build(family, tie_word_embeddings=False), tmp_path / "model")
-    rewrite(folder, lambda weights: {**weights, "lm_head.bias": torch.ones(67)})
+    replace_tensors(folder, lambda weights: {**weights, "lm_head.bias": torch.ones(67)})
     with pytest.raises(CheckpointError, match=r"tensor.* lm_head\.bias"):
         load_model(folder)
 
@@ -304,7 +306,7 @@ def test_tensors_of_the_wrong_shape_are_named_as_in_the_files(inputs, tmp_path, 
     name = "language_model.model.layers.0.mlp.up_proj.weight"
     for family in KINDS.values():
         folder = tiny.save(tiny.build(family, vocab_size=VOCAB), tmp_path / family)
-        rewrite(folder, lambda weights: {**weights, name: weights[name][:-1].clone()})
+        replace_tensors(folder, lambda weights: {**weights, name: weights[name][:-1].clone()})
         with pytest.raises(CheckpointError, match=rf" {re.escape(name)}"):
             load_model(folder)
         config = json.loads((folder / "config.json").read_text())
@@ -347,7 +349,7 @@ def tie(folder, inner=True):
 def test_two_names_of_one_tensor_are_refused(tmp_path):
     folder = tiny.save(tiny.build("llava"), tmp_path / "model")
     name = "language_model.lm_head.weight"
-    rewrite(folder, lambda weights: {**weights, "lm_head.weight": weights[name] + 1})
+    replace_tensors(folder, lambda weights: {**weights, "lm_head.weight": weights[name] + 1})
     with pytest.raises(CheckpointError, match=r"holds both .*lm_head\.weight and .*lm_head\.weight"):
         load_model(folder)
 
@@ -356,7 +358,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     for family in KINDS.values():
         folder = tiny.save(tiny.build(family), tmp_path / family)
         lost = "model.layers.1.mlp.up_proj.weight"
-        rewrite(folder, lambda weights: {n: t for n, t in weights.items() if not n.endswith(lost)})  # noqa: B023
+        replace_tensors(folder, lambda weights: {n: t for n, t in weights.items() if not n.endswith(lost)})  # noqa: B023
         with pytest.raises(
             CheckpointError, match=r"lacks the tensor language_model\.model\.layers\.1\.mlp\.up_proj\.weight"
         ):
