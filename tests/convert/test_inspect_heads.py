@@ -82,7 +82,7 @@ def test_the_rest_of_the_json_is_the_same(convert, source):
     assert whole == json.loads(convert("inspect", source, "--json").out)
 
 
-def test_table(convert, source, monkeypatch):
+def test_table(convert, source):
     heads = look(convert, source)
     text = convert("inspect", source, "--heads").out
     assert "MHA: 8 query heads, 8 K/V heads" in text

@@ -49,7 +49,7 @@ def test_the_first_byte_of_a_bomb(bombs, suffix, megabytes):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_bomb_as_data(bombs, uptrain, tmp_path, small_limit, suffix):
+def test_a_bomb_as_data(bombs, tmp_path, small_limit, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(PACK[suffix](b'{"input_ids": [1]}\n') + bombs[suffix])
     reader = find_reader("jsonl")

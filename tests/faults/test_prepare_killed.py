@@ -198,14 +198,14 @@ def test_two_builds_of_one_cache(prepare, tmp_path, ids_source):
     prepare(ids_source, ids=True).succeeded()
 
 
-def test_share_made_with_another_tokenizer(prepare, tmp_path, ids_source):
+def test_share_made_with_another_tokenizer(prepare, ids_source):
     prepare(ids_source, ids=True, options=("--shard", "1/2")).succeeded()
     prepare(ids_source).refused(
         ".out.shard-1-of-2.groupwise holds the finished work of a command with a --vocab-size, no tokenizer; give the "
     )
 
 
-def test_full_disk(prepare, tmp_path, ids_source, monkeypatch):
+def test_full_disk(prepare, ids_source, monkeypatch):
     record_file = Staging.record_file
 
     def full(self, name, record):

@@ -47,7 +47,7 @@ def said(family, **changes):
         ),
     ],
 )
-def test_windows_are_those_of_the_config_class(tmp_path, family, changes):
+def test_windows_are_those_of_the_config_class(family, changes):
     config = said(family, **changes)
     # As AutoConfig.from_pretrained does.
     of_layers = family == "mistral" and "layer_types" in config

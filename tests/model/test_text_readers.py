@@ -270,7 +270,7 @@ def test_padding_and_labels(tmp_path, name, beside, expected):
         assert isinstance(document, OtherLabels) == (beside.get("labels") in ([-100, 6, -100, -100], [9]))
 
 
-def test_texts_have_no_masks(tmp_path):
+def test_texts_have_no_masks():
     assert parse(b'{"text": "a", "attention_mask": [7], "labels": [1]}\n', "text") == "a"
     assert (
         parse(b'{"input_ids": [1], "attention_mask": "1"}', "text").reason

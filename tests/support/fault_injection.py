@@ -80,7 +80,7 @@ def launch(program: str, *arguments: object, folder: Path, faults: Faults) -> "s
     from real_runs import HERE, environment
 
     path = folder / "task"
-    path.write_bytes(pickle.dumps(([str(x) for x in arguments], faults, {}, folder)))
+    path.write_bytes(pickle.dumps(([str(x) for x in arguments], faults, folder)))
     config = HERE.parents[1] / "scripts/launch/accelerate/ddp.yaml"
     accelerate = ["--config_file", config, "--num_processes=2", f"--main_process_port={forks.free_port()}"]
     line = {
@@ -204,10 +204,10 @@ class _Saboteur:
         """Write contents in two halves, with a moment between them."""
         whole = getattr(Path, name)
 
-        def call(path: Path, content: Any) -> int:
+        def call(path: Path, content: bytes) -> int:
             if not any("half" in fault.at for fault in self._faults.strikes) and self._faults.trace is None:
                 return whole(path, content)
-            with path.open("w" if isinstance(content, str) else "wb") as file:
+            with path.open("wb") as file:
                 file.write(content[: len(content) // 2])
                 file.flush()
                 self._call_out(f"half of {name_of(path)} written")
@@ -262,5 +262,5 @@ def name_of(path: Any) -> str:
 if __name__ == "__main__":
     from fault_injection import _sabotaged as sabotaged  # where the task's classes are
 
-    _arguments, _faults, _, _folder = pickle.loads(Path(sys.argv[1]).read_bytes())
+    _arguments, _faults, _folder = pickle.loads(Path(sys.argv[1]).read_bytes())
     sabotaged(_arguments, _faults, _folder)

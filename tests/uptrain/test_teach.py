@@ -387,7 +387,7 @@ def test_a_model_that_computes_nan_is_refused(uptrain, inputs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["nan"]
 
 
-def test_another_folder_at_out(uptrain, inputs, tmp_path):
+def test_another_folder_at_out(uptrain, inputs):
     for out in (inputs["data"], inputs["model"]):
         refused = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", out)
         refused.refused(f"{out} exists, and is no folder of teacher's logits", "choose another --out")

@@ -158,7 +158,7 @@ def test_documents_that_begin_elsewhere(tmp_path, starts):
 
 
 def test_altered_to_an_id_that_cannot_be(tmp_path):
-    """Of the right size, it is manifest when it is read."""
+    """Its size is right, so it is noticed only when it is read."""
     folder = write_cache(tmp_path / "cache", [[[1, 2, 3, 4, 5]]], 2, 300)
     path = folder / "tokens-00000.bin"
     path.write_bytes(path.read_bytes()[:4] + b"\x2c\x01" + path.read_bytes()[6:])
