@@ -163,6 +163,17 @@ def test_overwriting_keeps_what_is_no_conversions(convert, source, tmp_path):
     assert (out / "text.txt").exists() and (out / ".git").exists()
 
 
+@pytest.mark.parametrize("name", ["checkpoint-500", "global_step7", "runs", "wandb", "onnx", "original"])
+def test_overwriting_keeps_folders_of_other_programs(convert, source, tmp_path, name):
+    out = tmp_path / "out"
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    (out / name).mkdir()
+    (out / name / "trainer_state.json").write_text("{}")
+    before = tiny.snapshot(out)
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused(str(out), name)
+    assert tiny.snapshot(out) == before
+
+
 def test_overwriting_takes_hidden_files_that_are_no_work(convert, source, tmp_path):
     out = tmp_path / "out"
     convert("mha-to-gqa", source, out, *MEAN).succeeded()

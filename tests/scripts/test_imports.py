@@ -34,6 +34,22 @@ def test_the_fastest_help_of_five_takes_less_than_half_a_second_of_processor_tim
     assert any(run() < 0.5 for _ in range(5))
 
 
+@pytest.mark.parametrize("name", ["convert.py", "model.py"])
+def test_python_takes_modules_of_the_present_folder(tmp_path, name):
+    """As docs/cli.md says; the program `convert` does not look there."""
+    (tmp_path / name).write_text("raise SystemExit('of this folder')")
+    shown = subprocess.run(
+        [sys.executable, "-m", "convert", "inspect", "x"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert shown.stderr == "of this folder\n"
+    begin = (
+        f"import sys; sys.path[0] = {str(tmp_path / 'bin')!r}; sys.argv = ['convert', '--help']; "  # as pip's script
+    )
+    begin += "from convert.__main__ import main; main()"
+    program = subprocess.run([sys.executable, "-c", begin], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert program.stdout.startswith("Usage: convert")
+
+
 def imported_by(code: str) -> set[str]:
     command = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

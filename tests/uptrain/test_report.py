@@ -1,6 +1,8 @@
 """`uptrain report`: a page and a picture of what runs did."""
 
+import errno
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from html import escape
@@ -8,6 +10,7 @@ from html import escape
 import matplotlib.image
 import numpy as np
 import pytest
+import tiny
 from matplotlib.figure import Figure
 from written_runs import evaluation, event, step, with_teacher, write_run
 
@@ -202,6 +205,24 @@ def test_a_report_replaces_the_one_before(tmp_path, uptrain, text_only):
     after = (run / "report.html").read_text()
     assert ("8 of 50" in before, "9 of 50" in after) == (True, True)
     assert {path.name for path in run.iterdir()} == {"run.json", "metrics.jsonl", "report.html", "report.png"}
+
+
+def test_a_full_disk_leaves_the_report_before(tmp_path, uptrain, text_only, monkeypatch):
+    run = write_run(tmp_path / "run", STEPS)
+    uptrain("report", run).succeeded()
+    before = tiny.snapshot(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(9)) + "\n")
+    metrics = (run / "metrics.jsonl").read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = uptrain("report", run)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("Error: ") and "No space left on device" in result.err and result.err.count("\n") == 1
+    assert tiny.snapshot(run) == {**before, "metrics.jsonl": metrics}
 
 
 def test_invalid_reports_are_refused(tmp_path, uptrain):
