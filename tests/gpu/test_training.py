@@ -66,6 +66,17 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     assert last["kl"] == pytest.approx(wanted["kl"], rel=0.05)
 
 
+@pytest.mark.usefixtures("gpu_only")
+def test_evaluation(uptrain, device, inputs):
+    """As on the CPU, in float32 and in bfloat16."""
+    command = ("evaluate", inputs["model"], "--teacher", inputs["parent"], "--data", inputs["held_out"], "--json")
+    on_cpu = json.loads(uptrain(*command, "--device", "cpu", "--precision", "fp32").succeeded().out)
+    for precision, rel in (("fp32", 1e-3), ("bf16", 0.02)):
+        result = json.loads(uptrain(*command, "--device", device.type, "--precision", precision).succeeded().out)
+        assert result["loss"] == pytest.approx(on_cpu["loss"], rel=rel)
+        assert result["teacher_loss"] == pytest.approx(on_cpu["teacher_loss"], rel=rel)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", [(), ("--activation-checkpointing",)])
