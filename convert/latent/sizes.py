@@ -32,7 +32,7 @@ class LatentSizes:
     qk_rope_head_dim: int
     """Dimensions of the rotated key that all heads share."""
     norm: LatentNormKind
-    frequencies: Frequencies = "longrope"
+    frequencies: Frequencies
     """What `qk_nope_head_dim` depends on; every other size does not."""
 
     @property
@@ -80,7 +80,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     useful = {}
     for kv_lora_rank, qk_rope_head_dim in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
-            sizes = checked_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps")
+            sizes = checked_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps", "longrope")
             if sizes.cached < sizes.source_cached:
                 useful[kv_lora_rank, qk_rope_head_dim] = sizes
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
@@ -105,8 +105,7 @@ def default_sizes(geometry: Geometry, kv_lora_rank: int | None, qk_rope_head_dim
 
 
 def checked_sizes(
-    geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind,
-    frequencies: Frequencies = "longrope",
+    geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind, frequencies: Frequencies,
 ) -> LatentSizes:  # fmt: skip
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim

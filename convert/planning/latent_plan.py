@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from convert.latent.frequencies import rope_parameters
+from convert.latent.frequencies import SourceRope, rope_parameters
 from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
 from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, checked_sizes
@@ -37,7 +36,7 @@ class LatentPlan(Plan):
 
     @property
     def is_exact(self) -> bool:
-        return is_exact(self.sizes, self.recipe.frequencies)
+        return is_exact(self.sizes)
 
     @property
     def kv_cache_bytes(self) -> tuple[int, int]:
@@ -100,7 +99,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             *checkpoint.notes,
             *note_on_card(checkpoint),
             *note_on_uncached_tokenizer(checkpoint),
-            *_notes(sizes, recipe, rope),
+            *_notes(sizes, recipe, source.rope),
         ),
         rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
@@ -156,7 +155,7 @@ def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dic
     return replaced
 
 
-def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:
+def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) -> Iterator[str]:
     if sizes.cached >= sizes.source_cached:
         yield (
             f"the latent and the rotated key are {sizes.cached} elements for each token and layer, and the source "
@@ -171,13 +170,17 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             f"{sizes.qk_rope_head_dim}. On a GPU its Triton kernel takes any size (read in its source, not run). On a "
             "CPU it needs VLLM_MLA_DISABLE=1, and caches full keys and values."
         )
-    # On a text, the frequencies are chosen later.
-    if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":
+    if recipe.frequencies == "longrope":
         yield (
-            "the rotated key has frequencies of its own (rope_type longrope): transformers 5 computes them, and vLLM "
-            "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes "
-            "other frequencies without a message. transformers warns of an unrecognised key, beta_fast, which is "
-            "harmless: there it has no use, and it makes vLLM's own code stop."
+            "the calibration text decides whether the rotated key gets frequencies of its own (rope_type longrope)."
+            if recipe.pair_indices is None and source_rope.is_plain
+            else "the rotated key has frequencies of its own (rope_type longrope)."
+        )
+        yield (
+            "rope_type longrope: transformers 5 computes such frequencies, and vLLM with --model-impl transformers; "
+            "vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes other frequencies without a "
+            "message. transformers warns of an unrecognised key, beta_fast, which is harmless: there it has no use, "
+            "and it makes vLLM's own code stop."
         )
     if sizes.norm == "bias":
         yield (
@@ -185,5 +188,5 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang ignore it, and llama.cpp "
             "refuses it."
         )
-    if recipe.text is None and not is_exact(sizes, recipe.frequencies):
+    if recipe.text is None and not is_exact(sizes):
         yield "the heads are converted by the weights alone, without any text, which costs much quality."

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import latent
+import llama_pairs
 import numpy as np
 import pytest
 import tiny
@@ -46,7 +47,12 @@ def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path,
     size = ("--latent", 6 + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
     convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0).succeeded()
     assert divergence(latent.logits(source), latent.logits(tmp_path / "out")) < 1e-7
-    assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every pair once
+    written = latent.config(tmp_path / "out")
+    assert written["rope_parameters"]["rope_type"] == "default"  # every pair once
+    assert written["qk_nope_head_dim"] == 40  # padded, as all stock frequencies of this size
+    assert json.loads((tmp_path / "out/groupwise.json").read_text())["latent"]["frequencies"] == "stock"
+    assert "longrope" not in (tmp_path / "out/README.md").read_text()
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 @pytest.mark.slow
@@ -146,8 +152,9 @@ def _first_layer(source, tmp_path, sizes=SIZE):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         pair_indices = (0.0, 0.0, 1.0, 3.0)
         recipe = LatentRecipe(
-            LATENT, kv_lora_rank=sizes[1], qk_rope_head_dim=sizes[3], pair_indices=pair_indices, text=text
-        )
+            LATENT, kv_lora_rank=sizes[1], qk_rope_head_dim=sizes[3], pair_indices=pair_indices, text=text,
+            frequencies="stock",  # so that queries are padded
+        )  # fmt: skip
         work = make_latent_plan(checkpoint, recipe, None).conversions[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
@@ -341,11 +348,14 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
     dry = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--dry-run", "--json").out)
     assert any("rope_type longrope" in note for note in dry["notes"])
+    decided = "the calibration text decides whether the rotated key gets frequencies of its own"
+    assert any(decided in note for note in dry["notes"])
     summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert summary["latent"] == record["latent"]
     assert summary["latent"]["pair_indices"] is not None
     assert any("rope_type longrope" in note for note in summary["notes"])
+    assert any("the rotated key has frequencies of its own" in note for note in summary["notes"])
 
 
 @pytest.mark.parametrize(
@@ -391,11 +401,54 @@ def test_default_sizes_that_save_nothing_are_refused(convert, tmp_path, n_kv_hea
     convert("mha-to-mla", source, tmp_path / "out", *given, "--dry-run", "--calibration", "none").succeeded()
 
 
-@pytest.mark.parametrize(("frequencies", "nope"), [("longrope", 8), ("stock", 40)])
-def test_queries_are_padded_only_for_engines_that_could_mistake_them(convert, tmp_path, frequencies, nope):
-    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent."""
-    source, out = latent.make_source(tmp_path / "source"), tmp_path / "out"
+@pytest.mark.parametrize(
+    ("rope", "frequencies", "rope_type", "nope"),
+    [
+        ("default", "longrope", "default", 40),  # as many channels as pairs: every pair once
+        ("default", "stock", "default", 40),
+        ("llama3", "longrope", "longrope", 8),
+    ],
+)
+def test_queries_are_padded_only_for_engines_that_could_mistake_them(
+    convert, tmp_path, rope, frequencies, rope_type, nope
+):
+    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent.
+
+    It computes stock frequencies only, so what `config.json` has counts, and not the option.
+    """
+    changes = {} if rope == "default" else {"rope_parameters": llama_pairs.ROPES[rope]}
+    source, out = latent.make_source(tmp_path / "source", **changes), tmp_path / "out"
     options = ("--latent", 12, "--rope", 8, "--frequencies", frequencies, "--calibration", "none")
     convert("mha-to-mla", source, out, *options).succeeded()
-    assert latent.config(out)["qk_nope_head_dim"] == nope
+    written = latent.config(out)
+    assert written["rope_parameters"]["rope_type"] == rope_type
+    assert written["qk_nope_head_dim"] == nope
+    recorded = json.loads((out / "groupwise.json").read_text())["latent"]["frequencies"]
+    assert recorded == ("longrope" if rope_type == "longrope" else "stock")
+    assert ("rope_type longrope" in (out / "README.md").read_text()) == (rope_type == "longrope")
     convert("verify", source, out).succeeded()
+
+
+def test_no_text_is_surveyed_where_the_frequencies_are_known(convert, tmp_path, monkeypatch):
+    """The rotated key of MQA can hold all keys, and one stock channel has the frequency of the fastest pair."""
+    source = latent.make_source(tmp_path / "source", num_key_value_heads=1, vocab_size=300)
+    make_tokenizer(source, 300)
+
+    def survey(*arguments):
+        raise AssertionError("surveys")
+
+    monkeypatch.setattr("convert.calibration.latent_survey.choose_pair_indices", survey)
+    short = ("--calibration-tokens", 1024, "--refine", 0, "--json")
+    cases = {
+        "all keys": (("--latent", 6, "--rope", 8), [0.0, 1.0, 2.0, 3.0]),
+        "all keys, longrope": (("--latent", 6, "--rope", 8, "--frequencies", "longrope"), [0.0, 1.0, 2.0, 3.0]),
+        "one channel": (("--latent", 6, "--rope", 2, "--frequencies", "stock"), [0.0]),
+    }
+    for name, (options, pair_indices) in cases.items():
+        out = tmp_path / name
+        planned = json.loads(convert("mha-to-mla", source, out, *options, *short, "--dry-run").out)
+        done = json.loads(convert("mha-to-mla", source, out, *options, *short).out)
+        assert planned["latent"] == done["latent"], name
+        assert (done["latent"]["pair_indices"], done["latent"]["frequencies"]) == (pair_indices, "stock"), name
+        assert latent.config(out)["rope_parameters"]["rope_type"] == "default", name
+        assert not any("longrope" in note for note in (*planned["notes"], *done["notes"])), name

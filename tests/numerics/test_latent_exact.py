@@ -221,7 +221,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-    sizes = LatentSizes(4, 4, 8, 32, kv_lora_rank=10, qk_rope_head_dim=4, norm="eps")
+    sizes = LatentSizes(4, 4, 8, 32, kv_lora_rank=10, qk_rope_head_dim=4, norm="eps", frequencies="stock")
     pair_indices = stock_pair_indices(1.5, 2)
     latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), LatentTarget(sizes, ROPE, pair_indices))
     names = StockNames("self_attn.", False)
