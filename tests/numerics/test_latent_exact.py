@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from convert.latent.baselines import solve_as
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_pair_indices
 from convert.latent.sizes import LatentSizes
@@ -82,6 +83,19 @@ def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, metho
     _check_equal(source, out)
     convert("verify", source, out).succeeded()
     convert("mha-to-mla", source, tmp_path / "half", *size, "--rope", 4, "--method", method, *options).succeeded()
+
+
+def test_methods_for_comparison_join_neighbouring_pairs():
+    """Four channels for the 16 pairs of a head: the first has pairs 0 to 3, and the last 12 to 15."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 32, 64)) for _ in range(3))
+    before = HeadMatrices(q, k, v, rng.standard_normal((2, 64, 32)), 16)
+    sizes = LatentSizes(2, 2, 32, 64, kv_lora_rank=10, qk_rope_head_dim=8, norm="eps", frequencies="stock")
+    rope = SourceRope(tuple(10000.0 ** (-p / 16) for p in range(16)), 1.0, 10000.0, True, 64)
+    target = LatentTarget(sizes, rope, stock_pair_indices(4, 4))
+    latent = solve_as("svd", before, moments_from_norm(np.ones(64)), target)
+    sums = k.reshape(2, 2, 4, 4, 64).sum(axis=(0, 3))  # over heads, and the pairs of a channel
+    assert np.allclose(latent.key_RX, sums.reshape(8, 64) / np.sqrt(8))
 
 
 @pytest.mark.parametrize("norm", ["eps", "bias"])
