@@ -52,15 +52,15 @@ def resolve_latent(checkpoint: Checkpoint, options: LatentOptions) -> LatentReci
         dtype=options.dtype,
     )
     with_default_indices = recipe.with_pair_indices(source.rope, default_pair_indices(source.rope, sizes))
-    if options.method == "fit" and (options.calibration == NONE or is_exact(sizes)):
-        _refuse_unused(options, sizes)
-        return with_default_indices
     if options.method != "fit":
         _check_baseline(options, sizes, source.rope)
-        text, device = read_text(checkpoint, options)
+    if options.calibration == NONE or (options.method == "fit" and is_exact(sizes)):
+        _refuse_unused(options, sizes)
+        return with_default_indices
+    text, device = read_text(checkpoint, options)
+    if options.method != "fit":
         refine = options.refine or 0
         return replace(with_default_indices, refine=refine, text=text, device=device, seed=options.seed or 0)
-    text, device = read_text(checkpoint, options)
     refine = options.n_tokens if options.refine is None else options.refine
     recipe = recipe if can_choose_frequencies(sizes) else with_default_indices
     return replace(recipe, refit=True, refine=refine, text=text, device=device, seed=options.seed or 0)
@@ -102,8 +102,11 @@ def _check_baseline(options: LatentOptions, sizes: LatentSizes, source_rope: Sou
 
     Every c-th frequency of the source is a power of a base, unless they are scaled. Then `longrope` lists them.
     """
-    if options.calibration == NONE:
-        raise CheckpointError(f"--method {options.method} is for comparison, and needs a calibration text.")
+    if options.calibration == NONE and options.method != "svd":
+        raise CheckpointError(
+            f"--method {options.method} is for comparison, and computes second moments of activations on a calibration "
+            "text; leave out --calibration none, or give --method svd, which needs the weights alone."
+        )
     if not source_rope.is_plain and sizes.head_dim % sizes.qk_rope_head_dim:
         raise CheckpointError(
             f"--method {options.method} is for comparison, and has a rotated key whose size divides the heads' "

@@ -85,6 +85,18 @@ def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, metho
     convert("mha-to-mla", source, tmp_path / "half", *size, "--rope", 4, "--method", method, *options).succeeded()
 
 
+def test_the_svd_of_the_weights_needs_no_text(convert, tmp_path):
+    source = make_tokenizer(make_source(tmp_path / "source", vocab_size=300), 300)
+    options = ("--latent", 12, "--rope", 8, "--method", "svd")
+    convert("mha-to-mla", source, tmp_path / "out", *options, *BY_WEIGHTS).succeeded()
+    convert("mha-to-mla", source, tmp_path / "text", *options, "--calibration-tokens", 1024).succeeded()
+    without, calibrated = (tensors_of(tmp_path / name) for name in ("out", "text"))
+    assert without.keys() == calibrated.keys()
+    for name, tensor in without.items():
+        assert torch.equal(tensor, calibrated[name]), name
+    convert("verify", source, tmp_path / "out").succeeded()
+
+
 def test_methods_for_comparison_join_neighbouring_pairs():
     """Four channels for the 16 pairs of a head: the first has pairs 0 to 3, and the last 12 to 15."""
     rng = np.random.default_rng(0)
