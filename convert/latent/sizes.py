@@ -14,7 +14,8 @@ _NOPE_PADDING = 32
 """vLLM's own code of DeepSeek-V3 mistakes equal unrotated and rotated sizes of a query head for attention without a
 latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only."""
 _DEFAULT_ROPE = (64, 256)
-"""The sizes of heads between which the rotated key is as large as a head, if its size is not given; 64 for others."""
+"""The sizes of heads between which the rotated key is as large as a head, if its size is not given. For others it has
+64 dimensions, or those of all keys if they are fewer."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def default_sizes(geometry: Geometry, kv_lora_rank: int | None, qk_rope_head_dim
     if qk_rope_head_dim is None:
         least, most = _DEFAULT_ROPE
         qk_rope_head_dim = geometry.head_dim if least <= geometry.head_dim <= most else least
+        qk_rope_head_dim = min(qk_rope_head_dim, geometry.n_kv_heads * geometry.head_dim)
     return DEFAULT_CACHED - qk_rope_head_dim if kv_lora_rank is None else kv_lora_rank, qk_rope_head_dim
 
 

@@ -386,6 +386,14 @@ def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_he
         assert sizes in [(row["latent"], row["rope"]) for row in listed]
 
 
+def test_the_default_rotated_key_is_no_larger_than_all_keys(convert, tmp_path):
+    """64 dimensions would be refused, by the name of an option that was not given."""
+    source = latent.make_source(tmp_path / "source", num_key_value_heads=2)
+    options = ("--latent", 12, "--calibration", "none", "--dry-run", "--json")
+    planned = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["latent"]
+    assert (planned["latent"], planned["rope"]) == (12, 16)
+
+
 @pytest.mark.parametrize(
     ("n_kv_heads", "head_dim", "words"),
     [
