@@ -12,7 +12,9 @@ FAST_KERNEL_SIZES = ((512, 64), (256, 64))
 """Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
 """vLLM's own code of DeepSeek-V3 mistakes equal unrotated and rotated sizes of a query head for attention without a
-latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only."""
+latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only, so with
+others nothing is padded: a query head of more than 256 dimensions, such as 160 + 128 where heads have 128, has no flash
+attention, and trains slowly on a GPU."""
 _DEFAULT_ROPE = (64, 256)
 """The sizes of heads between which the rotated key is as large as a head, if its size is not given. For others it has
 64 dimensions, or those of all keys if they are fewer."""
