@@ -8,8 +8,10 @@ from model.checkpoint.latent_norm import n_constants
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
-FAST_KERNEL_SIZES = ((512, 64), (256, 64))
-"""Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
+DEEPSEEK_SIZES = (512, 64)
+"""Sizes of the latent and the rotated key in DeepSeek's own models, the only ones that vLLM takes on a CPU."""
+FAST_KERNEL_SIZES = (DEEPSEEK_SIZES, (256, 64))
+"""Sizes for which vLLM has fast kernels, the second on some GPUs only (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
 """vLLM's own code of DeepSeek-V3 mistakes equal unrotated and rotated sizes of a query head for attention without a
 latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only, so with
@@ -37,11 +39,6 @@ class LatentSizes:
     norm: LatentNormKind
     frequencies: Frequencies
     """What `qk_nope_head_dim` depends on; every other size does not."""
-
-    @property
-    def has_fast_kernel(self) -> bool:
-        """Whether vLLM has a fast kernel for these sizes."""
-        return (self.kv_lora_rank, self.qk_rope_head_dim) in FAST_KERNEL_SIZES
 
     @property
     def qk_nope_head_dim(self) -> int:

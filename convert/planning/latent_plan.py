@@ -8,7 +8,7 @@ from pathlib import Path
 from convert.latent.frequencies import SourceRope, rope_parameters
 from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
-from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, checked_sizes
+from convert.latent.sizes import DEEPSEEK_SIZES, FAST_KERNEL_SIZES, LatentSizes, checked_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source
 from convert.planning.notes import note_on_card, note_on_uncached_tokenizer
@@ -163,13 +163,7 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) ->
         )
     if sizes.norm == "eps":
         yield "open the output in bfloat16 or float32: in float16 it computes NaN (--latent-norm bias does not)."
-    if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
-        yield (
-            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.kv_lora_rank} + "
-            f"{sizes.qk_rope_head_dim}. On a GPU its Triton kernel takes any size (read in its source, not run). On a "
-            "CPU it needs VLLM_MLA_DISABLE=1, and caches full keys and values."
-        )
+    yield from _notes_on_kernels(sizes.kv_lora_rank, sizes.qk_rope_head_dim)
     if recipe.frequencies == "longrope":
         yield (
             "the calibration text decides whether the rotated key gets frequencies of its own (rope_type longrope)."
@@ -190,3 +184,16 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) ->
         )
     if recipe.text is None and not is_exact(sizes):
         yield "the heads are converted by the weights alone, without any text, which costs much quality."
+
+
+def _notes_on_kernels(kv_lora_rank: int, qk_rope_head_dim: int) -> Iterator[str]:
+    if (kv_lora_rank, qk_rope_head_dim) == DEEPSEEK_SIZES:
+        return
+    size = f"{kv_lora_rank} + {qk_rope_head_dim}"
+    everywhere, on_some_gpus = (f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
+    others = "" if size == on_some_gpus else f", and not for {size}"
+    yield (
+        f"vLLM has fast kernels of latent attention for {everywhere} and, on some GPUs, {on_some_gpus}{others}. On a "
+        "GPU its Triton kernel takes any size (read in its source, not run)."
+    )
+    yield f"on a CPU, vLLM needs VLLM_MLA_DISABLE=1 for {size}, and then caches full keys and values."

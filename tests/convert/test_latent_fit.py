@@ -386,6 +386,23 @@ def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_he
         assert sizes in [(row["latent"], row["rope"]) for row in listed]
 
 
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ((512, 64), ()),
+        ((256, 64), ("for 512 + 64 and, on some GPUs, 256 + 64. On", "VLLM_MLA_DISABLE=1 for 256 + 64")),
+        ((448, 64), ("on some GPUs, 256 + 64, and not for 448 + 64. On", "VLLM_MLA_DISABLE=1 for 448 + 64")),
+    ],
+)
+def test_notes_on_the_kernels_of_vllm(convert, tmp_path, size, words):
+    source = latent.make_source(tmp_path / "source", hidden_size=512, num_hidden_layers=1)
+    options = ("--latent", size[0], "--rope", size[1], "--calibration", "none", "--dry-run", "--json")
+    notes = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["notes"]
+    notes = [note for note in notes if "GPU" in note or "CPU" in note]
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
 def test_the_default_rotated_key_is_no_larger_than_all_keys(convert, tmp_path):
     """64 dimensions would be refused, by the name of an option that was not given."""
     source = latent.make_source(tmp_path / "source", num_key_value_heads=2)
