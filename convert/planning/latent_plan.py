@@ -39,6 +39,12 @@ class LatentPlan(Plan):
         return is_exact(self.sizes)
 
     @property
+    def has_new_lm_head(self) -> bool:
+        """Whether the source's LM head is its embedding; the output's is a tensor of its own."""
+        lm_head = self.computed.get(LM_HEAD)
+        return lm_head is not None and (lm_head.scaled is None or lm_head.scaled.source != LM_HEAD)
+
+    @property
     def kv_cache_bytes(self) -> tuple[int, int]:
         geometry = self.geometry
         before = geometry.kv_cache_bytes_per_token(geometry.n_kv_heads)

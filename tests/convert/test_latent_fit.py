@@ -81,6 +81,38 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert (result.code, "rounding" in result.out) == (0, False), result
 
 
+@pytest.mark.parametrize("options", [(*SIZE, "--calibration", "none"), (*QUICK, "--refine", 0)])
+@pytest.mark.parametrize(
+    ("epsilon", "tied", "dtype"),
+    [
+        (1e-6, False, ()),
+        (1e-6, True, ()),
+        (1e-6, True, ("--dtype", "bfloat16")),
+        (1e-5, True, ()),
+        (1e-5, False, ("--dtype", "bfloat16")),
+    ],
+)
+def test_the_card_names_what_was_changed(convert, tmp_path, options, epsilon, tied, dtype):
+    changes = {"vocab_size": 300, "rms_norm_eps": epsilon, "tie_word_embeddings": tied}
+    source = make_tokenizer(latent.make_source(tmp_path / "source", **changes), 300)
+    out = tmp_path / "out"
+    convert("mha-to-mla", source, out, *options, *dtype).succeeded()
+    before, after = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (source, out)
+    )
+    card = " ".join((out / "README.md").read_text().split())
+    assert "Queries, keys and values were converted" in card
+    assert ("The embedding and the output projections of attention and MLP are scaled" in card) == (epsilon != 1e-6)
+    assert ("The LM head, which the base model shares with the embedding, is a tensor of its own" in card) == tied
+    assert (after.keys() - before.keys() >= {"lm_head.weight"}) == tied
+    fitted = "The output projections of attention were fitted to them" in card
+    assert fitted == (options != (*SIZE, "--calibration", "none"))
+    if epsilon == 1e-6:
+        output = "model.layers.1.self_attn.o_proj.weight"
+        assert torch.equal(before[output].to(after[output].dtype), after[output]) == (not fitted)
+
+
 @pytest.mark.parametrize("refined", [0, 1024])
 def test_verify_tolerates_another_solution(convert, source, tmp_path, monkeypatch, refined):
     """As on another processor: other weights, which serve as well."""
