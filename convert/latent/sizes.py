@@ -24,7 +24,11 @@ _DEFAULT_ROPE = (64, 256)
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of a model's latent attention, in the words of DeepSeek's config class."""
+    """The sizes of a model's latent attention, in the words of DeepSeek's config class.
+
+    The source and the options of `convert mha-to-mla` decide on them. The native decoder reads what it needs of them
+    from the output's `config.json` (`model.decoder.config.LatentShape`).
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -58,7 +62,7 @@ class LatentSizes:
 
     @property
     def cached(self) -> int:
-        """Numbers in the KV cache for each token and layer."""
+        """Elements in the KV cache for each token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -67,7 +71,7 @@ class LatentSizes:
         return 2 * self.n_kv_heads * self.head_dim
 
     def kv_cache_bytes_per_token(self, n_layers: int) -> int:
-        """Return the bytes of one token in the KV cache of all layers, at 16 bits a number."""
+        """Return the bytes of one token in the KV cache of all layers, at 16 bits an element."""
         return 2 * n_layers * self.cached
 
 
@@ -116,8 +120,8 @@ def checked_sizes(
         )
     if qk_rope_head_dim > keys:
         raise CheckpointError(
-            f"--rope {qk_rope_head_dim} is more than the {keys} elements of all keys ({geometry.n_kv_heads} K/V heads "
-            f"of {geometry.head_dim}); give at most {keys}."
+            f"--rope {qk_rope_head_dim} is more than the {keys} dimensions of all keys ({geometry.n_kv_heads} K/V "
+            f"heads of {geometry.head_dim}); give at most {keys}."
         )
     if kv_lora_rank <= n_constants(norm):
         raise CheckpointError(

@@ -403,7 +403,7 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
         (128, ("--latent", 256), (256, 128)),
     ],
 )
-def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
+def test_the_default_sizes_cache_576_elements_with_a_rotated_key_as_large_as_a_head(
     convert, tmp_path, head_dim, given, sizes
 ):
     heads = 16 if head_dim == 32 else 8  # eight would cache less than 576 elements
