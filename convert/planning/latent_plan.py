@@ -172,7 +172,8 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) ->
     yield from _notes_on_kernels(sizes.kv_lora_rank, sizes.qk_rope_head_dim)
     if recipe.frequencies == "longrope":
         yield (
-            "the calibration text decides whether the rotated key gets frequencies of its own (rope_type longrope)."
+            "the calibration text decides whether the rotated key gets frequencies of its own (rope_type longrope in "
+            "config.json)."
             if recipe.pair_indices is None and source_rope.is_plain
             else "the rotated key has frequencies of its own (rope_type longrope)."
         )
