@@ -7,7 +7,7 @@
   The latent is the PCA of the activations of this rest and of the values, balanced by their root mean squares. Queries
   only undo the maps of keys.
 - `care` (2026, arXiv 2603.17946): the same rotated key. The latent is the SVD of the weights of both, whitened by the
-  inputs' second moment.
+  inputs' second moment. Its allocation of ranks to layers is left out: the class has one size for all layers.
 - `svd`: the shared rotated key is the mean over K/V heads (X-EcoMLA, Li et al. 2025), the latent the SVD of the weights
   (MHA2MLA, Ji et al. 2025), without any text.
 

@@ -144,7 +144,7 @@ def same_training(results: Path) -> str:
             mean, own = (gaps(at(lines, lines[0]["arm"], (0.01, "distill"), groups)) for lines in found)
             less = {seed: 1 - own[seed] / mean[seed] for seed in mean.keys() & own.keys()}
             columns.append([show(mean, "{:.3f}"), show(own, "{:.3f}"), show(less, "{:.0%}")])
-        for what, *cells in zip(("the mean's gap", "the default's gap", "smaller by"), *columns, strict=True):
+        for what, *cells in zip(("mean, distilled", "default, distilled", "smaller by"), *columns, strict=True):
             rows.append([tokens, size, what, *cells])
     return markdown(["tokens per parameter", "parameters", "", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
