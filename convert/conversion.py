@@ -138,7 +138,7 @@ def _with_pair_indices(checkpoint: Checkpoint, plan: Plan, staging: Staging, qui
             pair_indices = choose_pair_indices(checkpoint, plan.conversions, text, folder, progress)
         shutil.rmtree(folder)
         staging.record(PAIR_INDICES, pair_indices)
-    recipe = replace(plan.recipe, pair_indices=tuple(staging.finished[PAIR_INDICES]))
+    recipe = plan.recipe.with_pair_indices(plan.conversions[0].source_rope, tuple(staging.finished[PAIR_INDICES]))
     return make_plan(checkpoint, plan.n_kv_heads, recipe, plan.max_shard_size)
 
 

@@ -5,7 +5,8 @@
 # GPUS=4 uses 4 of them. LAYOUT=ddp uses replicas instead of shards: faster, if `uptrain plan` shows that DDP fits.
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
-gpus=${GPUS:-$(python -c 'import torch; print(torch.accelerator.device_count())')}
+available=$(python -c 'import torch; print(torch.accelerator.device_count())')
+gpus=${GPUS:-$available}
 layout=${LAYOUT:-fsdp2}
 case $gpus in
     *[!0-9]*)
@@ -24,6 +25,10 @@ if [ -n "${GPUS:-}" ] && [ "$gpus" -eq 0 ]; then
 fi
 if [ "$gpus" -eq 0 ]; then
     echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
+    exit 2
+fi
+if [ "$gpus" -gt "$available" ]; then
+    echo "Error: GPUS=$gpus, but torch finds $available; give at most as many." >&2
     exit 2
 fi
 # accelerate does not pass signals on to a single process, which then would not save.

@@ -26,6 +26,7 @@ from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.models.vocabularies import check_same_vocab_size
+from uptrain.runs.explain_errors import device_errors_as_run_error
 from uptrain.training.eval_metrics import EvalResult
 from uptrain.training.evaluate import evaluate
 from uptrain.training.logits import micro_batch_without_gradients
@@ -81,15 +82,16 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)
-    models = _load_models(options, cache, precision, accelerator)
-    loss_module = accelerator.prepare_model(models, evaluation_mode=True)
-    size = options.micro_batch or min(
-        micro_batch_without_gradients(models.student, cache.seq_len),
-        micro_batch_without_gradients(models.teacher or models.student, cache.seq_len),
-    )
-    progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
-    with fast_float32_matmul(accelerator.device.type), progress as advance:
-        result = evaluate(loss_module, cache, size, accelerator, advance=advance)
+    with device_errors_as_run_error(accelerator, "give --micro-batch 1, or another --device."):
+        models = _load_models(options, cache, precision, accelerator)
+        loss_module = accelerator.prepare_model(models, evaluation_mode=True)
+        size = options.micro_batch or min(
+            micro_batch_without_gradients(models.student, cache.seq_len),
+            micro_batch_without_gradients(models.teacher or models.student, cache.seq_len),
+        )
+        progress = console.progress_bar("Evaluating", cache.n_windows, quiet, unit="windows")
+        with fast_float32_matmul(accelerator.device.type), progress as advance:
+            result = evaluate(loss_module, cache, size, accelerator, advance=advance)
     for folder, loss in ((options.model, result.loss), (options.teacher, result.teacher_loss)):
         if loss is not None and not math.isfinite(loss):
             raise InputError(

@@ -19,7 +19,7 @@ from model.checkpoint.hub import origin_of
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
-from model.decoder.devices import fast_float32_matmul
+from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
 from model.decoder.loading import LanguageModel
 from model.files.staging import Staging, check_out, check_room
 from model.files.write import sync_file, write_file
@@ -101,7 +101,9 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             with console.progress_bar("Checking the token cache", cache.nbytes, quiet) as advance:
                 cache.verify(advance)
         with console.progress_bar("Computing logits", n_missing, quiet, unit="windows") as advance:
-            _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
+            advice = "set ACCELERATE_USE_CPU=true to continue on the CPU"
+            with out_of_memory_as_run_error(choose_device(AUTO_DEVICE).type, advice):
+                _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
             part = f"{own_shard.number}/{own_shard.of}"
             return {"shard": part, "windows": n_own, "windows_in_all": wanted.n_windows}

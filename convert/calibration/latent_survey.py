@@ -55,7 +55,7 @@ def choose_pair_indices(
             layer.run(sums.add)
             if recipe.frequencies == "longrope":
                 benefits_PK += _benefits(checkpoint, conversion, sums)
-            elif len(candidates) > 1:
+            else:
                 errors_F += _errors(checkpoint, conversion, layer, sums, candidates)
     if recipe.frequencies == "longrope":
         return _most_useful(benefits_PK, n_channels)

@@ -105,7 +105,8 @@ def latent_options(command: Command) -> Command:
         click.option("--rope", type=WholeNumber(2), metavar="N",
                      help="Size of the rotated key that all heads share. vLLM has fast kernels for --latent 512 "
                      "--rope 64; with heads of 128, the default of 448 + 128 loses less at the same KV cache.  "
-                     "[default: the size of a head, if it is 64 to 256; else 64]"),
+                     "[default: the size of a head, if it is 64 to 256; else 64, or the size of all keys if that is "
+                     "less]"),
         click.option("--latent-norm", type=click.Choice(LATENT_NORMS), default="eps", show_default=True,
                      help="How to undo the norm that the class applies to the latent. eps: by small numbers and the "
                      "norm's epsilon, for bfloat16 and float32. bias: by a constant channel of the latent, for "

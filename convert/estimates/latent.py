@@ -60,8 +60,8 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     if recipe.refine:
         outputs += text.n_tokens  # to refit again
         outputs += (EVALUATIONS + 1) * validation + FORWARDS_PER_TRAINED_TOKEN * recipe.refine
-    surveyed = min(text.n_tokens, SURVEY_TOKENS)
-    tried = len(SPACING_SHARES) if recipe.frequencies == "stock" else 0
+    surveyed = min(text.n_tokens, SURVEY_TOKENS) if recipe.pair_indices is None else 0
+    tried = len(SPACING_SHARES) if surveyed and recipe.frequencies == "stock" else 0
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window_tokens * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed

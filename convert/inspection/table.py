@@ -7,6 +7,7 @@ import numpy as np
 
 from convert.inspection.heads import HeadReport, KeysValues, LayerHeads
 from convert.inspection.summary import MLA, group_label
+from convert.latent.sizes import DEEPSEEK_SIZES
 from model.common.console import console, format_bytes, print_key_values, table_with_heading
 from model.common.counts import counted
 from model.common.printable import one_line
@@ -87,7 +88,8 @@ def _latent_sizes(rows: list[dict[str, Any]], now: int, is_float16: bool) -> Non
         table.add_column(heading, justify="right")
     for row in rows:
         cache = row["kv_cache_bytes_per_token"]
-        kernel = "yes" if row["vllm_kernel"] else "no"
+        is_everywhere = (row["latent"], row["rope"]) == DEEPSEEK_SIZES
+        kernel = ("yes" if is_everywhere else "on some GPUs") if row["vllm_kernel"] else "no"
         groups = f"{row['as_groups']:.3g}"
         table.add_row(str(row["latent"]), str(row["rope"]), format_bytes(cache), f"{cache / now:.1%}", groups, kernel)
     screen = console()

@@ -15,4 +15,4 @@ LATENT_DTYPES: tuple[LatentDtype, ...] = ("bfloat16",)
 LATENT_SOURCES = ("llama", "mistral")
 """The model types that can be converted."""
 DEFAULT_CACHED = 576
-"""Dimensions of the latent and the rotated key, for each token and layer, where the size of the latent is not given."""
+"""Elements to cache for each token and layer, of latent and rotated key, where the size of the latent is not given."""

@@ -1,12 +1,13 @@
 """Convert layers as published methods do, for comparison with ours.
 
 - `transmla` (Meng et al. 2025, TransMLA, section 4): RoRoPE and balanced PCA. FreqFold only joins pairs that must share
-  a channel; its larger folds are left out (docs/study/latent.md has figures). In each fold of RoPE pairs, the shared
-  rotated key is the first principal component over heads and pairs by a real rotation, alike for real and imaginary
-  parts. The rest of the keys loses its rotation. The latent is the PCA of the activations of this rest and of the
-  values, balanced by their mean lengths. Queries only undo the maps of keys.
+  a channel: the first s, the next s and so on, each fold with the frequency of its first pair. Its larger folds are
+  left out (docs/study/latent.md has figures). In each fold, the shared rotated key is the first principal component
+  over heads and pairs by a real rotation, alike for real and imaginary parts. The rest of the keys loses its rotation.
+  The latent is the PCA of the activations of this rest and of the values, balanced by their root mean squares. Queries
+  only undo the maps of keys.
 - `care` (2026, arXiv 2603.17946): the same rotated key. The latent is the SVD of the weights of both, whitened by the
-  inputs' second moment.
+  inputs' second moment. Its allocation of ranks to layers is left out: the class has one size for all layers.
 - `svd`: the shared rotated key is the mean over K/V heads (X-EcoMLA, Li et al. 2025), the latent the SVD of the weights
   (MHA2MLA, Ji et al. 2025), without any text.
 
@@ -18,7 +19,6 @@ import numpy as np
 
 from convert.latent import LatentMethod
 from convert.latent.closed_form import InputMoments, LatentTarget, join_parts
-from convert.latent.frequencies import folds
 from convert.latent.matrices import LatentMatrices
 from convert.layer_tensors.head_matrices import HeadMatrices, Real
 
@@ -31,8 +31,7 @@ def solve_as(method: LatentMethod, before: HeadMatrices, moments: InputMoments, 
     rest_KPX = k_KPX.copy()
     query_HCX = np.zeros((sizes.n_heads, sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
     key_CX = np.zeros((sizes.qk_rope_head_dim // 2, sizes.hidden_size), dtype=np.complex128)
-    for fold in folds(target.pair_indices, half):
-        pairs, channel = list(fold.pairs), fold.channels[0]
+    for channel, pairs in enumerate(np.split(np.arange(half), len(key_CX))):
         keys_FX = k_KPX[:, pairs].reshape(-1, sizes.hidden_size)
         if method == "svd":
             weights_F = np.full(len(keys_FX), len(keys_FX) ** -0.5)

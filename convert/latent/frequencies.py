@@ -101,6 +101,11 @@ def frequencies_at(source_rope: SourceRope, pair_indices: tuple[float, ...]) -> 
     return np.asarray(np.exp(np.interp(pair_indices, pairs, np.log(np.maximum(source_rope.frequencies, 1e-30)))))
 
 
+def are_stock(source_rope: SourceRope, pair_indices: tuple[float, ...]) -> bool:
+    """Return whether stock classes compute the frequencies at pair indices from another base θ' alone."""
+    return source_rope.is_plain and spacing_of(pair_indices) is not None
+
+
 def rope_parameters(source_rope: SourceRope, pair_indices: tuple[float, ...]) -> dict[str, Any]:
     """Return `rope_parameters` of `config.json`: another base θ' if that gives the frequencies, else `longrope`.
 
@@ -110,7 +115,8 @@ def rope_parameters(source_rope: SourceRope, pair_indices: tuple[float, ...]) ->
     frequencies silently; it stops at a `beta_fast` of null, which transformers ignores after a warning.
     """
     spacing, n_channels, theta = spacing_of(pair_indices), len(pair_indices), source_rope.theta
-    if source_rope.is_plain and spacing is not None:
+    if are_stock(source_rope, pair_indices):
+        assert spacing is not None
         exponent = spacing * n_channels / source_rope.n_rotary_pairs
         return {"rope_type": "default", "rope_theta": theta if exponent == 1 else theta**exponent}
     own = theta ** (-np.arange(n_channels) / n_channels)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from convert.latent.baselines import solve_as
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope
 from convert.latent.matrices import LatentMatrices
@@ -83,8 +84,12 @@ class LatentConversion:
 
     def compute(self, checkpoint: "Checkpoint") -> ConvertedLayer:
         """Convert the layer by its weights alone."""
-        norm_X = read_finite(checkpoint, self.attention_norm)
-        latent = solve(self.read(checkpoint), moments_from_norm(norm_X), self.target)
+        before, moments = self.read(checkpoint), moments_from_norm(read_finite(checkpoint, self.attention_norm))
+        method = self.recipe.latent_method
+        if method == "fit":
+            latent = solve(before, moments, self.target)
+        else:
+            latent = solve_as(method, before, moments, self.target)
         return self.finish(checkpoint, self.balance(latent))
 
     def balance(self, latent: LatentMatrices) -> LatentMatrices:

@@ -1,6 +1,6 @@
 """Describe one way to convert heads to latent attention, and read it from the record of a conversion."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from convert.latent import (
     LatentMethod,
     LatentNormKind,
 )
-from convert.latent.frequencies import SourceRope, even_pair_indices, stock_pair_indices
+from convert.latent.frequencies import SourceRope, are_stock, even_pair_indices, stock_pair_indices
 from convert.latent.sizes import LatentSizes
 from convert.recipe import Recipe
 from model.common.checks import is_finite
@@ -25,14 +25,15 @@ LATENT = "latent"
 """Recorded as the method of a conversion to latent attention."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentRecipe(Recipe):
     """One way to convert to latent attention. The sizes are those of `LatentSizes`."""
 
-    kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
+    kv_lora_rank: int
+    qk_rope_head_dim: int
     norm: LatentNormKind = "eps"
-    frequencies: Frequencies = "stock"
+    frequencies: Frequencies
+    """What was asked for, until the pair indices are chosen; then what they are (`with_pair_indices`)."""
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     pair_indices: tuple[float, ...] | None = None
@@ -49,6 +50,14 @@ class LatentRecipe(Recipe):
         """`dtype` in the words of `TensorInfo`."""
         return None if self.dtype is None else "BF16"
 
+    def with_pair_indices(self, source_rope: SourceRope, pair_indices: tuple[float, ...]) -> "LatentRecipe":
+        """Return the recipe with chosen pair indices.
+
+        Those of `longrope` may happen to be equally spaced. Then stock classes compute them, so they are `stock`.
+        """
+        frequencies: Frequencies = "stock" if are_stock(source_rope, pair_indices) else "longrope"
+        return replace(self, pair_indices=pair_indices, frequencies=frequencies)
+
     @property
     def record(self) -> dict[str, Any]:
         return {
@@ -62,18 +71,31 @@ class LatentRecipe(Recipe):
         }  # fmt: skip
 
 
-def is_exact(sizes: LatentSizes, frequencies: Frequencies) -> bool:
+def is_exact(sizes: LatentSizes) -> bool:
     """Return whether latent attention of these sizes computes the source's function for any weights."""
-    keys = sizes.n_kv_heads * sizes.head_dim
-    rank = min(keys, sizes.hidden_size)  # of the values
-    has_frequencies = sizes.n_kv_heads == 1 or frequencies == "longrope"
-    return sizes.qk_rope_head_dim == keys and sizes.latent_dim >= rank and has_frequencies
+    rank = min(sizes.n_kv_heads * sizes.head_dim, sizes.hidden_size)  # of the values
+    return _rotates_all_keys(sizes) and sizes.latent_dim >= rank
 
 
-def default_pair_indices(source_rope: SourceRope, sizes: LatentSizes, frequencies: Frequencies) -> tuple[float, ...]:
+def can_choose_frequencies(sizes: LatentSizes) -> bool:
+    """Return whether a text can show which pair indices are best; else they are the default ones.
+
+    A rotated key that holds all keys has each of their frequencies. One stock channel has that of the fastest pair.
+    """
+    is_one_stock_channel = sizes.frequencies == "stock" and sizes.qk_rope_head_dim == 2
+    return not _rotates_all_keys(sizes) and not is_one_stock_channel
+
+
+def _rotates_all_keys(sizes: LatentSizes) -> bool:
+    """Return whether the rotated key holds the keys of all heads, each pair with its frequency."""
+    has_frequencies = sizes.n_kv_heads == 1 or sizes.frequencies == "longrope"
+    return sizes.qk_rope_head_dim == sizes.n_kv_heads * sizes.head_dim and has_frequencies
+
+
+def default_pair_indices(source_rope: SourceRope, sizes: LatentSizes) -> tuple[float, ...]:
     """Return pair indices spread evenly over all pairs, whatever the model."""
     n_channels = sizes.qk_rope_head_dim // 2
-    if frequencies == "longrope":
+    if sizes.frequencies == "longrope":
         return even_pair_indices(source_rope.n_rotary_pairs, n_channels)
     return stock_pair_indices(source_rope.n_rotary_pairs / n_channels, n_channels)
 

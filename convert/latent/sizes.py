@@ -8,18 +8,27 @@ from model.checkpoint.latent_norm import n_constants
 from model.common.errors import CheckpointError
 from model.geometry import Geometry
 
-FAST_KERNEL_SIZES = ((512, 64), (256, 64))
-"""Sizes of the latent and the rotated key for which vLLM has fast kernels (vLLM 0.11 to 0.32, read in source)."""
+DEEPSEEK_SIZES = (512, 64)
+"""Sizes of the latent and the rotated key in DeepSeek's own models, the only ones that vLLM takes on a CPU."""
+FAST_KERNEL_SIZES = (DEEPSEEK_SIZES, (256, 64))
+"""Sizes for which vLLM has fast kernels, the second on some GPUs only (vLLM 0.11 to 0.32, read in source)."""
 _NOPE_PADDING = 32
 """vLLM's own code of DeepSeek-V3 mistakes equal unrotated and rotated sizes of a query head for attention without a
-latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only."""
+latent. Unrotated dimensions are then padded by this many zeros. That code computes stock frequencies only, so with
+others nothing is padded: a query head of more than 256 dimensions, such as 160 + 128 where heads have 128, has no flash
+attention, and trains slowly on a GPU."""
 _DEFAULT_ROPE = (64, 256)
-"""The sizes of heads between which the rotated key is as large as a head, if its size is not given; 64 for others."""
+"""The sizes of heads between which the rotated key is as large as a head, if its size is not given. For others it has
+64 dimensions, or those of all keys if they are fewer."""
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of a model's latent attention, in the words of DeepSeek's config class."""
+    """The sizes of a model's latent attention, in the words of DeepSeek's config class.
+
+    The source and the options of `convert mha-to-mla` decide on them. The native decoder reads what it needs of them
+    from the output's `config.json` (`model.decoder.config.LatentShape`).
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -32,13 +41,8 @@ class LatentSizes:
     qk_rope_head_dim: int
     """Dimensions of the rotated key that all heads share."""
     norm: LatentNormKind
-    frequencies: Frequencies = "longrope"
+    frequencies: Frequencies
     """What `qk_nope_head_dim` depends on; every other size does not."""
-
-    @property
-    def has_fast_kernel(self) -> bool:
-        """Whether vLLM has a fast kernel for these sizes."""
-        return (self.kv_lora_rank, self.qk_rope_head_dim) in FAST_KERNEL_SIZES
 
     @property
     def qk_nope_head_dim(self) -> int:
@@ -58,7 +62,7 @@ class LatentSizes:
 
     @property
     def cached(self) -> int:
-        """Numbers in the KV cache for each token and layer."""
+        """Elements in the KV cache for each token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -67,7 +71,7 @@ class LatentSizes:
         return 2 * self.n_kv_heads * self.head_dim
 
     def kv_cache_bytes_per_token(self, n_layers: int) -> int:
-        """Return the bytes of one token in the KV cache of all layers, at 16 bits a number."""
+        """Return the bytes of one token in the KV cache of all layers, at 16 bits an element."""
         return 2 * n_layers * self.cached
 
 
@@ -80,7 +84,7 @@ def suggested_sizes(geometry: Geometry) -> list[LatentSizes]:
     useful = {}
     for kv_lora_rank, qk_rope_head_dim in (default_sizes(geometry, None, None), *FAST_KERNEL_SIZES, *heads):
         with suppress(CheckpointError):
-            sizes = checked_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps")
+            sizes = checked_sizes(geometry, kv_lora_rank, qk_rope_head_dim, "eps", "longrope")
             if sizes.cached < sizes.source_cached:
                 useful[kv_lora_rank, qk_rope_head_dim] = sizes
     return sorted(useful.values(), key=lambda sizes: -sizes.cached)
@@ -101,12 +105,12 @@ def default_sizes(geometry: Geometry, kv_lora_rank: int | None, qk_rope_head_dim
     if qk_rope_head_dim is None:
         least, most = _DEFAULT_ROPE
         qk_rope_head_dim = geometry.head_dim if least <= geometry.head_dim <= most else least
+        qk_rope_head_dim = min(qk_rope_head_dim, geometry.n_kv_heads * geometry.head_dim)
     return DEFAULT_CACHED - qk_rope_head_dim if kv_lora_rank is None else kv_lora_rank, qk_rope_head_dim
 
 
 def checked_sizes(
-    geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind,
-    frequencies: Frequencies = "longrope",
+    geometry: Geometry, kv_lora_rank: int, qk_rope_head_dim: int, norm: LatentNormKind, frequencies: Frequencies,
 ) -> LatentSizes:  # fmt: skip
     """Return the sizes of a model's latent attention. Raises CheckpointError for sizes that it cannot have or use."""
     keys = geometry.n_kv_heads * geometry.head_dim
@@ -116,8 +120,8 @@ def checked_sizes(
         )
     if qk_rope_head_dim > keys:
         raise CheckpointError(
-            f"--rope {qk_rope_head_dim} is more than the {keys} elements of all keys ({geometry.n_kv_heads} K/V heads "
-            f"of {geometry.head_dim}); give at most {keys}."
+            f"--rope {qk_rope_head_dim} is more than the {keys} dimensions of all keys ({geometry.n_kv_heads} K/V "
+            f"heads of {geometry.head_dim}); give at most {keys}."
         )
     if kv_lora_rank <= n_constants(norm):
         raise CheckpointError(

@@ -69,10 +69,10 @@ def to_stock_tensors(
     interleaved = np.argsort(_half_split_order(sizes))
     query_HQX = np.concatenate([attention.q_HNX, attention.q_HRX.take(interleaved, axis=1)], axis=1)
     query_HQX = query_HQX * math.sqrt(sizes.qk_head_dim / sizes.head_dim)  # the class divides logits by its size's root
-    gain = norm_weight(sizes.norm, sizes.kv_lora_rank)
+    exact_weight = norm_weight(sizes.norm, sizes.kv_lora_rank)
     rows = attention.latent_LX * (LATENT_SHRINK if sizes.norm == "eps" else 1.0)
     rounded = rounded_weight(sizes)
-    up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (gain / rounded)
+    up_HUL = np.concatenate([attention.k_HNL, attention.v_HDL], axis=1) * (exact_weight / rounded)
     key_RX = attention.key_RX.take(interleaved, axis=0)
     if sizes.norm == "bias":
         rows, up_HUL = np.pad(rows, ((0, 1), (0, 0))), np.pad(up_HUL, ((0, 0), (0, 0), (0, 1)))

@@ -135,13 +135,6 @@ def _describe_latent(plan: LatentPlan) -> _Description:
         else "This costs quality, which *uptraining* restores: measure before you use it as it is."
     )
     dtypes = "" if sizes.norm == "bias" else "Open it in bfloat16 or float32: in float16 it computes NaN. "
-    scaled = any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values())
-    residual = (
-        "The embedding and the output projections of attention and MLP are scaled, so that\n"
-        f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}; the head is not tied. "
-        if scaled
-        else ""
-    )
     cached = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
     copied = "rounded to bfloat16" if plan.recipe.dtype == "bfloat16" else _how_copied(plan)
     return _Description(
@@ -152,12 +145,27 @@ def _describe_latent(plan: LatentPlan) -> _Description:
             ("Norm of the latent", f"undone by `{sizes.norm}`"),
         ],
         what_was_done=(
-            "Keys and values of all heads are computed from one latent vector and one rotated key, in the form of\n"
-            f"DeepSeek-V3's class with dense layers. {residual}All other weights are the base\n"
-            f"model's, {copied}. {quality} {dtypes}Do not quantise the latent's\n"
+            "Queries, keys and values were converted to DeepSeek-V3's class with dense layers: keys and values of all\n"
+            f"heads are computed from one latent vector and one rotated key. {_other_changes(plan)}All other weights\n"
+            f"are the base model's, {copied}. {quality} {dtypes}Do not quantise the latent's\n"
             "projections, and train the model with Groupwise only: their norm is undone by numbers of extreme size."
         ),
     )
+
+
+def _other_changes(plan: LatentPlan) -> str:
+    """Return sentences on the weights that differ from the base model's, besides queries, keys and values."""
+    changes = []
+    if plan.recipe.refit or plan.recipe.refine:
+        changes.append("The output projections of\nattention were fitted to them.")
+    if any(output.scaled and output.scaled.factor != 1 for output in plan.computed.values()):
+        changes.append(
+            "The embedding and the output projections of attention and MLP are scaled, so that\n"
+            f"`rms_norm_eps` can be {LATENT_NORM_EPSILON:g}."
+        )
+    if plan.has_new_lm_head:
+        changes.append("The LM head, which the base model shares with the\nembedding, is a tensor of its own.")
+    return "".join(f"{change} " for change in changes)
 
 
 def _how_copied(plan: Plan) -> str:

@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from convert.latent.frequencies import rope_parameters
+from convert.latent.frequencies import SourceRope, rope_parameters
 from convert.latent.layer import LatentConversion
 from convert.latent.recipe import LatentRecipe, is_exact
-from convert.latent.sizes import FAST_KERNEL_SIZES, LatentSizes, checked_sizes
+from convert.latent.sizes import DEEPSEEK_SIZES, FAST_KERNEL_SIZES, LatentSizes, checked_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source
 from convert.planning.notes import note_on_card, note_on_uncached_tokenizer
@@ -37,7 +36,13 @@ class LatentPlan(Plan):
 
     @property
     def is_exact(self) -> bool:
-        return is_exact(self.sizes, self.recipe.frequencies)
+        return is_exact(self.sizes)
+
+    @property
+    def has_new_lm_head(self) -> bool:
+        """Whether the source's LM head is its embedding; the output's is a tensor of its own."""
+        lm_head = self.computed.get(LM_HEAD)
+        return lm_head is not None and (lm_head.scaled is None or lm_head.scaled.source != LM_HEAD)
 
     @property
     def kv_cache_bytes(self) -> tuple[int, int]:
@@ -100,7 +105,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             *checkpoint.notes,
             *note_on_card(checkpoint),
             *note_on_uncached_tokenizer(checkpoint),
-            *_notes(sizes, recipe, rope),
+            *_notes(sizes, recipe, source.rope),
         ),
         rewrites=rewrites,
         reader_bytes=checkpoint.reader_bytes,
@@ -156,7 +161,7 @@ def _replaced(checkpoint: Checkpoint, layers: Sequence[LatentConversion]) -> dic
     return replaced
 
 
-def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None) -> Iterator[str]:
+def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) -> Iterator[str]:
     if sizes.cached >= sizes.source_cached:
         yield (
             f"the latent and the rotated key are {sizes.cached} elements for each token and layer, and the source "
@@ -164,20 +169,19 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
         )
     if sizes.norm == "eps":
         yield "open the output in bfloat16 or float32: in float16 it computes NaN (--latent-norm bias does not)."
-    if not sizes.has_fast_kernel:
-        known = " and ".join(f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
+    yield from _notes_on_kernels(sizes.kv_lora_rank, sizes.qk_rope_head_dim)
+    if recipe.frequencies == "longrope":
         yield (
-            f"vLLM has fast kernels of latent attention for {known}, and not for {sizes.kv_lora_rank} + "
-            f"{sizes.qk_rope_head_dim}. On a GPU its Triton kernel takes any size (read in its source, not run). On a "
-            "CPU it needs VLLM_MLA_DISABLE=1, and caches full keys and values."
+            "the calibration text decides whether the rotated key gets frequencies of its own (rope_type longrope in "
+            "config.json)."
+            if recipe.pair_indices is None and source_rope.is_plain
+            else "the rotated key has frequencies of its own (rope_type longrope)."
         )
-    # On a text, the frequencies are chosen later.
-    if recipe.frequencies == "longrope" if rope is None else rope["rope_type"] != "default":
         yield (
-            "the rotated key has frequencies of its own (rope_type longrope): transformers 5 computes them, and vLLM "
-            "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes "
-            "other frequencies without a message. transformers warns of an unrecognised key, beta_fast, which is "
-            "harmless: there it has no use, and it makes vLLM's own code stop."
+            "rope_type longrope: transformers 5 computes such frequencies, and vLLM with --model-impl transformers; "
+            "vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes other frequencies without a "
+            "message. transformers warns of an unrecognised key, beta_fast, which is harmless: there it has no use, "
+            "and it makes vLLM's own code stop."
         )
     if sizes.norm == "bias":
         yield (
@@ -185,5 +189,18 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, rope: dict[str, Any] | None
             "with --model-impl transformers; vLLM's own code of DeepSeek-V3 and SGLang ignore it, and llama.cpp "
             "refuses it."
         )
-    if recipe.text is None and not is_exact(sizes, recipe.frequencies):
+    if recipe.text is None and not is_exact(sizes):
         yield "the heads are converted by the weights alone, without any text, which costs much quality."
+
+
+def _notes_on_kernels(kv_lora_rank: int, qk_rope_head_dim: int) -> Iterator[str]:
+    if (kv_lora_rank, qk_rope_head_dim) == DEEPSEEK_SIZES:
+        return
+    size = f"{kv_lora_rank} + {qk_rope_head_dim}"
+    everywhere, on_some_gpus = (f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
+    others = "" if size == on_some_gpus else f", and not for {size}"
+    yield (
+        f"vLLM has fast kernels of latent attention for {everywhere} and, on some GPUs, {on_some_gpus}{others}. On a "
+        "GPU its Triton kernel takes any size (read in its source, not run)."
+    )
+    yield f"on a CPU, vLLM needs VLLM_MLA_DISABLE=1 for {size}, and then caches full keys and values."

@@ -32,8 +32,16 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from model.common.errors import InputError, RankError, RunError, is_device_error, is_lost_process, is_out_of_memory
-from model.common.launcher_variables import is_local_main_process, prints_errors
+from model.common.errors import (
+    InputError,
+    RankError,
+    RunError,
+    is_device_error,
+    is_lost_process,
+    is_out_of_memory,
+    is_shared_gpu,
+)
+from model.common.launcher_variables import is_local_main_process, leave_message, prints_errors
 from model.common.printable import first_sentence, one_line, printable, printable_json
 
 FAILED, BAD_INPUT = 1, 2
@@ -59,7 +67,8 @@ def run(cli: click.Command, launched: bool = False) -> None:
     """Run a command line. Errors become one line on stderr and an exit code, without a traceback.
 
     `launched`: whether a launcher may have started many processes of it. They usually raise the same error, so the
-    first one on each machine prints it. A pipe that its reader has closed changes no exit code.
+    first one on each machine prints it. Others leave theirs to `uptrain.distributed.launcher`, which prints what the
+    first did not. A pipe that its reader has closed changes no exit code.
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -80,6 +89,12 @@ def run(cli: click.Command, launched: bool = False) -> None:
         message, code = _explain(error)
         if not launched or isinstance(error, RankError) or prints_errors():
             echo_line(f"Error: {message}")
+        if (
+            launched
+            and not isinstance(error, (RankError, click.Abort, KeyboardInterrupt))
+            and not is_lost_process(error)
+        ):
+            leave_message(message)
     # After a KeyboardInterrupt in a text that Python evaluated, as for a dataclass, `python -m` would end with the
     # signal instead of the code. CPython forgets that when it evaluates another text, as for a named tuple.
     namedtuple("_", "")
@@ -124,6 +139,8 @@ def _failure_of_machine(error: BaseException) -> str | None:
     """Return the message if memory, a GPU or another process failed; None for any other error."""
     if is_out_of_memory(error):
         return f"not enough memory ({first_sentence(str(error))})."
+    if is_shared_gpu(error):
+        return "two processes use the same GPU; start at most one process for each GPU."
     if is_device_error(error):
         return f"the GPU failed ({one_line(str(error).splitlines()[0])}); if it fails again, use another."
     if is_lost_process(error):

@@ -64,11 +64,18 @@ def is_device_error(error: BaseException) -> bool:
 def is_lost_process(error: BaseException) -> bool:
     """Return whether an error means that another process of a training is unreachable, probably because it has ended.
 
-    gloo raises a RuntimeError that names its source file, NCCL a DistBackendError. NCCL's watchdog may also end the
-    process itself, after the timeout of collectives, and the launcher 30 seconds after another process has failed.
+    gloo raises a RuntimeError that names its source file, NCCL a DistBackendError, also where it was called wrongly.
+    NCCL's watchdog may also end the process itself, after the timeout of collectives, and the launcher 30 seconds
+    after another process has failed.
     """
     is_torchs = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return isinstance(error, RuntimeError) and (is_torchs or "gloo/transport" in str(error))
+    was_called_wrongly = is_shared_gpu(error) or "invalid usage" in str(error)
+    return isinstance(error, RuntimeError) and not was_called_wrongly and (is_torchs or "gloo/transport" in str(error))
+
+
+def is_shared_gpu(error: BaseException) -> bool:
+    """Return whether NCCL refused two processes on one GPU."""
+    return isinstance(error, RuntimeError) and "Duplicate GPU detected" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

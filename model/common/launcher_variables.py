@@ -1,12 +1,19 @@
-"""Read the variables by which a launcher tells a process its number, and the number of processes.
+"""Read the variables by which a launcher tells a process its number, and the number of processes; answer it.
 
 torchrun and `accelerate launch` set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+`uptrain.distributed.launcher` also names a folder, where each process leaves the message of its error.
 """
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from model.common.errors import InputError
 
+MESSAGES = "GROUPWISE_MESSAGES"
+"""The variable that names the folder of messages."""
+FIRST = "first"
+"""The message of the first process on a machine, which it has also printed. Others are called by their RANK."""
 _SINGLE = "-1"
 """LOCAL_RANK of a single process, by older launchers."""
 
@@ -58,6 +65,14 @@ def has_launcher() -> bool:
 def prints_errors() -> bool:
     """Return whether this process prints errors that all processes of a launcher have: the first on each machine."""
     return is_local_main_process() or not has_launcher()
+
+
+def leave_message(message: str) -> None:
+    """Write the message of this process's error for the launcher, if it asks for messages."""
+    if folder := os.environ.get(MESSAGES):
+        name = FIRST if is_local_main_process() else os.environ.get("RANK", "")
+        with suppress(OSError):
+            (Path(folder) / name).write_text(message, encoding="utf-8")
 
 
 def _variable(name: str, default: int, least: int) -> int:

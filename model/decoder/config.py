@@ -23,7 +23,10 @@ DEFAULT_WINDOW = 4096
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The sizes of latent attention without a norm of the latent."""
+    """The sizes of latent attention without a norm of the latent, as a `config.json` gives them.
+
+    `convert.latent.sizes.LatentSizes` are the sizes that a conversion writes there.
+    """
 
     latent_dim: int
     """`kv_lora_rank` without the constant channel."""

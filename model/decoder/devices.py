@@ -90,15 +90,15 @@ def computing_on(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def out_of_memory_as_run_error(device: str) -> Iterator[None]:
-    """Raise RunError where a GPU lacks memory."""
+def out_of_memory_as_run_error(device: str, advice: str = "continue with --device cpu") -> Iterator[None]:
+    """Raise RunError where a GPU lacks memory. `advice`: what to do then."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error) or "can't allocate memory" in str(error):  # of the host
             raise
         reason = str(error).partition(".")[0]
-        raise RunError(f"{device} has too little memory ({reason}); continue with --device cpu.") from error
+        raise RunError(f"{device} has too little memory ({reason}); {advice}.") from error
 
 
 def float64_device(device: torch.device) -> torch.device:

@@ -17,7 +17,7 @@ from model.common import checks, console
 from model.common.command_options import FiniteFloat, PathType, WholeNumber, device_option
 from model.common.console import echo
 from model.common.errors import CheckpointError, InputError
-from model.decoder.devices import find_device
+from model.decoder.devices import find_device, out_of_memory_as_run_error
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import load_model
@@ -163,16 +163,20 @@ def show(
     out, text = list[int](), ""
     times = [time.perf_counter()]
     echo(prompt, nl=False)
-    for (token,) in stream(model, [ids], max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
-        times.append(time.perf_counter())
-        if token in model.stop_ids:
-            break
-        # A character may need several tokens, so all tokens are decoded again. An incomplete one ends in U+FFFD.
-        out.append(token)
-        longer = str(tokenizer.decode(out))
-        if not longer.endswith("\ufffd"):
-            echo(longer[len(text) :], nl=False)
-            text = longer
+    try:
+        for (token,) in stream(model, [ids], max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+            times.append(time.perf_counter())
+            if token in model.stop_ids:
+                break
+            # A character may need several tokens, so all tokens are decoded again. An incomplete one ends in U+FFFD.
+            out.append(token)
+            longer = str(tokenizer.decode(out))
+            if not longer.endswith("\ufffd"):
+                echo(longer[len(text) :], nl=False)
+                text = longer
+    except BaseException:
+        echo("")  # the message of the error begins a line
+        raise
     echo("\n\n" + _report(model, len(ids), times), err=True)
 
 
@@ -233,7 +237,9 @@ def command(folder: Path, **options: Any) -> None:
 
     Of a model that also reads images or sound, the language model inside is used, if it is of these families.
     """
-    show(folder, **options)
+    device = str(find_device(options.pop("device")))
+    with out_of_memory_as_run_error(device, "give --device cpu"):
+        show(folder, device=device, **options)
 
 
 def main() -> None:

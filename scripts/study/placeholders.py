@@ -144,7 +144,7 @@ def same_training(results: Path) -> str:
             mean, own = (gaps(at(lines, lines[0]["arm"], (0.01, "distill"), groups)) for lines in found)
             less = {seed: 1 - own[seed] / mean[seed] for seed in mean.keys() & own.keys()}
             columns.append([show(mean, "{:.3f}"), show(own, "{:.3f}"), show(less, "{:.0%}")])
-        for what, *cells in zip(("the mean's gap", "the default's gap", "smaller by"), *columns, strict=True):
+        for what, *cells in zip(("mean, distilled", "default, distilled", "smaller by"), *columns, strict=True):
             rows.append([tokens, size, what, *cells])
     return markdown(["tokens per parameter", "parameters", "", *(f"8 → {n} heads" for n in (4, 2, 1))], rows)
 
@@ -285,7 +285,7 @@ def losses_by_text_kind(lines: list[Result], arm: str) -> str:
     ]
     averages = (statistics.mean(by_arm[each].values()) for each in ("parent", "mean", arm))
     rows.append(["average", *(f"{loss:.3f}" for loss in averages), f"{statistics.mean(left.values()):.1%}"])
-    return markdown(["held-out texts", "parent", "mean", arm, "of mean's gap"], rows)
+    return markdown(["held-out texts", "parent", "mean", arm, "share of mean's gap"], rows)
 
 
 def by_text_kind(names: list[str], left: list[dict[str, float]]) -> str:
@@ -298,7 +298,7 @@ def by_text_kind(names: list[str], left: list[dict[str, float]]) -> str:
 
 def after_conversion(results: Path, cases: Sequence[tuple[str, str, str, int, int]], merge: str = "default") -> str:
     """Return a table of a merge and the mean right after conversion: loss, and share of mean's gap."""
-    rows = [f"| | K/V heads | parent | mean | {merge} | of mean's gap |", "|---|---|---|---|---|---|"]
+    rows = [f"| | K/V heads | parent | mean | {merge} | added loss ÷ mean's |", "|---|---|---|---|---|---|"]
     for name, plan, arm, before, after in cases:
         lines = [
             line for line in read_results(results / f"{plan}.jsonl") if line["groups"] == after and not line["alpha"]

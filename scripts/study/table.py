@@ -79,7 +79,7 @@ def table(lines: list[Result]) -> str:
         start = [line for line in own if not line["alpha"]]
         cells = [uptrained([line for line in own if stage_of(line) == stage]) for stage in stages]
         rows.append([arm, show(losses(start)), show(shares_of_mean_gap(start, lines), "{:z.1%}"), *cells])
-    return markdown(["arm", "after conversion", "of mean's gap", *map(name_of, stages)], rows)
+    return markdown(["arm", "after conversion", "share of mean's gap", *map(name_of, stages)], rows)
 
 
 def tables_of_rates(lines: list[Result]) -> Iterator[str]:

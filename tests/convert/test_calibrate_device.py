@@ -41,6 +41,15 @@ def test_calibrates_on_the_device_that_is_named(convert, tmp_path, monkeypatch, 
         convert("verify", folder, tmp_path / "cpu", "--device", NAME).succeeded()
 
 
+@pytest.mark.parametrize("text", ["shipped", "self+shipped"])
+def test_latent_attention_calibrates_on_a_device(convert, tmp_path, monkeypatch, text):
+    folder = source("llama", tmp_path / "source", hidden_size=128)
+    options = ("--latent", 40, "--rope", 16, "--refine", 1024, "--calibration", text, "--calibration-tokens", 1024)
+    with pretended_device(monkeypatch):
+        convert("mha-to-mla", folder, tmp_path / "device", *options, "--device", NAME).succeeded()
+    convert("verify", folder, tmp_path / "device", "--device", "cpu").succeeded()
+
+
 @pytest.mark.parametrize("family", tiny.kinds_first(tiny.FITTED))
 def test_every_family_calibrates_on_a_device(convert, tmp_path, monkeypatch, family):
     size = {} if family in tiny.IMPLIED_HEAD_DIM else {"head_dim": 16}

@@ -83,6 +83,9 @@ def test_sizes_of_latent_attention(convert, source, tmp_path):
     wide = tiny.save(tiny.build(hidden_size=512), tmp_path / "wide")
     rows = json.loads(convert("inspect", wide, "--json").out)["latent"]
     assert [(row["latent"], row["rope"]) for row in rows if row["vllm_kernel"]] == [(512, 64), (256, 64)]
+    kernels = {tuple(line.split()[:2]): line for line in convert("inspect", wide).out.splitlines() if " 64 " in line}
+    assert kernels["512", "64"].split()[-1] == "yes"
+    assert kernels["256", "64"].rstrip().endswith("on some GPUs")
     assert (rows[0]["latent"], rows[0]["rope"]) == (512, 64)  # the default for heads of 64, too
     for row in rows[:1]:
         options = ("--latent", row["latent"], "--rope", row["rope"], "--calibration", "none", "--dry-run", "--json")

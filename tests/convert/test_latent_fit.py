@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import latent
+import llama_pairs
 import numpy as np
 import pytest
 import tiny
@@ -46,7 +47,12 @@ def test_unfolded_latent_attention_is_found_again_from_a_text(convert, tmp_path,
     size = ("--latent", 6 + (norm == "bias"), "--rope", 8, "--latent-norm", norm)
     convert("mha-to-mla", source, tmp_path / "out", *size, "--calibration-tokens", 1024, "--refine", 0).succeeded()
     assert divergence(latent.logits(source), latent.logits(tmp_path / "out")) < 1e-7
-    assert latent.config(tmp_path / "out")["rope_parameters"]["rope_type"] == "default"  # every pair once
+    written = latent.config(tmp_path / "out")
+    assert written["rope_parameters"]["rope_type"] == "default"  # every pair once
+    assert written["qk_nope_head_dim"] == 40  # padded, as all stock frequencies of this size
+    assert json.loads((tmp_path / "out/groupwise.json").read_text())["latent"]["frequencies"] == "stock"
+    assert "longrope" not in (tmp_path / "out/README.md").read_text()
+    convert("verify", source, tmp_path / "out").succeeded()
 
 
 @pytest.mark.slow
@@ -73,6 +79,38 @@ def test_the_same_bytes_again_and_verified(convert, source, tmp_path):
     assert "Open it in bfloat16 or float32: in float16 it computes NaN." in card
     result = convert("verify", source, tmp_path / "one")
     assert (result.code, "rounding" in result.out) == (0, False), result
+
+
+@pytest.mark.parametrize("options", [(*SIZE, "--calibration", "none"), (*QUICK, "--refine", 0)])
+@pytest.mark.parametrize(
+    ("epsilon", "tied", "dtype"),
+    [
+        (1e-6, False, ()),
+        (1e-6, True, ()),
+        (1e-6, True, ("--dtype", "bfloat16")),
+        (1e-5, True, ()),
+        (1e-5, False, ("--dtype", "bfloat16")),
+    ],
+)
+def test_the_card_names_what_was_changed(convert, tmp_path, options, epsilon, tied, dtype):
+    changes = {"vocab_size": 300, "rms_norm_eps": epsilon, "tie_word_embeddings": tied}
+    source = make_tokenizer(latent.make_source(tmp_path / "source", **changes), 300)
+    out = tmp_path / "out"
+    convert("mha-to-mla", source, out, *options, *dtype).succeeded()
+    before, after = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (source, out)
+    )
+    card = " ".join((out / "README.md").read_text().split())
+    assert "Queries, keys and values were converted" in card
+    assert ("The embedding and the output projections of attention and MLP are scaled" in card) == (epsilon != 1e-6)
+    assert ("The LM head, which the base model shares with the embedding, is a tensor of its own" in card) == tied
+    assert (after.keys() - before.keys() >= {"lm_head.weight"}) == tied
+    fitted = "The output projections of attention were fitted to them" in card
+    assert fitted == (options != (*SIZE, "--calibration", "none"))
+    if epsilon == 1e-6:
+        output = "model.layers.1.self_attn.o_proj.weight"
+        assert torch.equal(before[output].to(after[output].dtype), after[output]) == (not fitted)
 
 
 @pytest.mark.parametrize("refined", [0, 1024])
@@ -146,8 +184,9 @@ def _first_layer(source, tmp_path, sizes=SIZE):
         text = read_calibration_text(checkpoint, "shipped", 1024)
         pair_indices = (0.0, 0.0, 1.0, 3.0)
         recipe = LatentRecipe(
-            LATENT, kv_lora_rank=sizes[1], qk_rope_head_dim=sizes[3], pair_indices=pair_indices, text=text
-        )
+            LATENT, kv_lora_rank=sizes[1], qk_rope_head_dim=sizes[3], pair_indices=pair_indices, text=text,
+            frequencies="stock",  # so that queries are padded
+        )  # fmt: skip
         work = make_latent_plan(checkpoint, recipe, None).conversions[0]
         (tmp_path / "scratch").mkdir()
         with torch.no_grad():
@@ -341,11 +380,14 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
     sizes = ("--latent", 16, "--rope", 4, "--calibration-tokens", 1024, "--refine", 0)
     dry = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--dry-run", "--json").out)
     assert any("rope_type longrope" in note for note in dry["notes"])
+    decided = "the calibration text decides whether the rotated key gets frequencies of its own"
+    assert any(decided in note for note in dry["notes"])
     summary = json.loads(convert("mha-to-mla", source, tmp_path / "out", *sizes, "--json").out)
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert summary["latent"] == record["latent"]
     assert summary["latent"]["pair_indices"] is not None
     assert any("rope_type longrope" in note for note in summary["notes"])
+    assert any("the rotated key has frequencies of its own" in note for note in summary["notes"])
 
 
 @pytest.mark.parametrize(
@@ -361,7 +403,7 @@ def test_the_frequencies_are_announced_and_reported(convert, source, tmp_path):
         (128, ("--latent", 256), (256, 128)),
     ],
 )
-def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_head(
+def test_the_default_sizes_cache_576_elements_with_a_rotated_key_as_large_as_a_head(
     convert, tmp_path, head_dim, given, sizes
 ):
     heads = 16 if head_dim == 32 else 8  # eight would cache less than 576 elements
@@ -374,6 +416,31 @@ def test_the_default_sizes_cache_576_numbers_with_a_rotated_key_as_large_as_a_he
     listed = json.loads(convert("inspect", source, "--json").out)["latent"]
     if not given:
         assert sizes in [(row["latent"], row["rope"]) for row in listed]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ((512, 64), ()),
+        ((256, 64), ("for 512 + 64 and, on some GPUs, 256 + 64. On", "VLLM_MLA_DISABLE=1 for 256 + 64")),
+        ((448, 64), ("on some GPUs, 256 + 64, and not for 448 + 64. On", "VLLM_MLA_DISABLE=1 for 448 + 64")),
+    ],
+)
+def test_notes_on_the_kernels_of_vllm(convert, tmp_path, size, words):
+    source = latent.make_source(tmp_path / "source", hidden_size=512, num_hidden_layers=1)
+    options = ("--latent", size[0], "--rope", size[1], "--calibration", "none", "--dry-run", "--json")
+    notes = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["notes"]
+    notes = [note for note in notes if "GPU" in note or "CPU" in note]
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_the_default_rotated_key_is_no_larger_than_all_keys(convert, tmp_path):
+    """64 dimensions would be refused, by the name of an option that was not given."""
+    source = latent.make_source(tmp_path / "source", num_key_value_heads=2)
+    options = ("--latent", 12, "--calibration", "none", "--dry-run", "--json")
+    planned = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)["latent"]
+    assert (planned["latent"], planned["rope"]) == (12, 16)
 
 
 @pytest.mark.parametrize(
@@ -391,11 +458,54 @@ def test_default_sizes_that_save_nothing_are_refused(convert, tmp_path, n_kv_hea
     convert("mha-to-mla", source, tmp_path / "out", *given, "--dry-run", "--calibration", "none").succeeded()
 
 
-@pytest.mark.parametrize(("frequencies", "nope"), [("longrope", 8), ("stock", 40)])
-def test_queries_are_padded_only_for_engines_that_could_mistake_them(convert, tmp_path, frequencies, nope):
-    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent."""
-    source, out = latent.make_source(tmp_path / "source"), tmp_path / "out"
+@pytest.mark.parametrize(
+    ("rope", "frequencies", "rope_type", "nope"),
+    [
+        ("default", "longrope", "default", 40),  # as many channels as pairs: every pair once
+        ("default", "stock", "default", 40),
+        ("llama3", "longrope", "longrope", 8),
+    ],
+)
+def test_queries_are_padded_only_for_engines_that_could_mistake_them(
+    convert, tmp_path, rope, frequencies, rope_type, nope
+):
+    """The own code of vLLM takes equal rotated and unrotated sizes for attention without a latent.
+
+    It computes stock frequencies only, so what `config.json` has counts, and not the option.
+    """
+    changes = {} if rope == "default" else {"rope_parameters": llama_pairs.ROPES[rope]}
+    source, out = latent.make_source(tmp_path / "source", **changes), tmp_path / "out"
     options = ("--latent", 12, "--rope", 8, "--frequencies", frequencies, "--calibration", "none")
     convert("mha-to-mla", source, out, *options).succeeded()
-    assert latent.config(out)["qk_nope_head_dim"] == nope
+    written = latent.config(out)
+    assert written["rope_parameters"]["rope_type"] == rope_type
+    assert written["qk_nope_head_dim"] == nope
+    recorded = json.loads((out / "groupwise.json").read_text())["latent"]["frequencies"]
+    assert recorded == ("longrope" if rope_type == "longrope" else "stock")
+    assert ("rope_type longrope" in (out / "README.md").read_text()) == (rope_type == "longrope")
     convert("verify", source, out).succeeded()
+
+
+def test_no_text_is_surveyed_where_the_frequencies_are_known(convert, tmp_path, monkeypatch):
+    """The rotated key of MQA can hold all keys, and one stock channel has the frequency of the fastest pair."""
+    source = latent.make_source(tmp_path / "source", num_key_value_heads=1, vocab_size=300)
+    make_tokenizer(source, 300)
+
+    def survey(*arguments):
+        raise AssertionError("surveys")
+
+    monkeypatch.setattr("convert.calibration.latent_survey.choose_pair_indices", survey)
+    short = ("--calibration-tokens", 1024, "--refine", 0, "--json")
+    cases = {
+        "all keys": (("--latent", 6, "--rope", 8), [0.0, 1.0, 2.0, 3.0]),
+        "all keys, longrope": (("--latent", 6, "--rope", 8, "--frequencies", "longrope"), [0.0, 1.0, 2.0, 3.0]),
+        "one channel": (("--latent", 6, "--rope", 2, "--frequencies", "stock"), [0.0]),
+    }
+    for name, (options, pair_indices) in cases.items():
+        out = tmp_path / name
+        planned = json.loads(convert("mha-to-mla", source, out, *options, *short, "--dry-run").out)
+        done = json.loads(convert("mha-to-mla", source, out, *options, *short).out)
+        assert planned["latent"] == done["latent"], name
+        assert (done["latent"]["pair_indices"], done["latent"]["frequencies"]) == (pair_indices, "stock"), name
+        assert latent.config(out)["rope_parameters"]["rope_type"] == "default", name
+        assert not any("longrope" in note for note in (*planned["notes"], *done["notes"])), name

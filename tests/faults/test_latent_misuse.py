@@ -83,6 +83,8 @@ def refused(convert, source, tmp_path):
         (SIZE, ("tokenizer.json is damaged",)),
         ((*SIZE, "--device", "cuda:7"), ("--device cuda:7 is not available",)),
         ((*SIZE, "--method", "transmla", *BY_WEIGHTS), ("--method transmla is for comparison", "calibration text")),
+        ((*SIZE, "--method", "care", *BY_WEIGHTS), ("second moments of activations", "or give --method svd")),
+        ((*SIZE, "--method", "svd", *BY_WEIGHTS, "--refine", 100), ("--refine needs a calibration text",)),
         ((*SIZE, "--method", "care", "--frequencies", "longrope"), ("--method care", "--frequencies stock")),
         (("--latent", 12, "--rope", 16, "--method", "svd"), ("--method svd", "--rope 8")),
         ((*SIZE, "--max-shard-size", "big"), ("'big' is not a size",)),

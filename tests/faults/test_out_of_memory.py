@@ -1,5 +1,6 @@
 """Memory runs out, or a device fails: one line that blames no checkpoint, exit code 1, and finished work is kept."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from convert.layers.transformers_layer import TransformersLayer
 from model.common import console
 from model.common.machine import available_memory
 from uptrain.training import loop
+
+GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,13 @@ from uptrain.training import loop
             DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error"),
             "another process cannot be reached, and may have ended (NCCL error in: ProcessGroupNCCL.cpp:94, unhandled "
             "system error).",
+        ),
+        (
+            DistBackendError(
+                "NCCL error in: ProcessGroupNCCL.cpp:94, invalid usage, NCCL version 2.27\nLast error:\n"
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+            ),
+            "two processes use the same GPU; start at most one process for each GPU.",
         ),
     ],
 )
@@ -112,6 +122,50 @@ def test_a_lack_of_memory_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypa
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", runs.inputs["model"], "--data", runs.inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
+    assert result.err.endswith(" for the models; give --micro-batch 1, or another --device.\n")
+
+
+def test_a_lack_of_memory_while_a_checkpoint_is_read(uptrain, distilled, tmp_path, monkeypatch):
+    """The optimizer's states are made then."""
+
+    def lacking(*arguments):
+        raise GPU_MEMORY
+
+    run = shutil.copytree(distilled, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints/step-00000012")
+    monkeypatch.setattr("uptrain.runs.run.read_tensors", lacking)
+    result = uptrain("resume", run)
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "Error: not enough memory (CUDA out of memory) for the models; use devices with more, or more devices. "
+        "`uptrain plan --memory` shows what fits.",
+    )
+
+
+def test_a_lack_of_memory_while_a_teacher_computes(uptrain, runs, tmp_path, monkeypatch):
+    def lacking(*arguments):
+        raise GPU_MEMORY
+
+    monkeypatch.setattr("uptrain.teach._top_k_of_windows", lacking)
+    result = uptrain("teach", runs.inputs["parent"], "--data", runs.inputs["data"], "--out", tmp_path / "logits")
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "Error: cpu has too little memory (CUDA out of memory); set ACCELERATE_USE_CPU=true to continue on the CPU.",
+    )
+
+
+def test_a_lack_of_memory_while_text_is_generated(generation, tmp_path, monkeypatch):
+    """The line of the error does not continue the prompt, which is printed already."""
+
+    def lacking(*arguments, **options):
+        raise GPU_MEMORY
+        yield
+
+    monkeypatch.setattr("model.decoder.generation.stream", lacking)
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=302), tmp_path / "model"), 300)
+    result = generation(folder, "--prompt", "hello")
+    assert (result.code, result.out) == (1, "hello\n")
+    assert result.err == "Error: cpu has too little memory (CUDA out of memory); give --device cpu.\n"
 
 
 ECC = """CUDA error: uncorrectable ECC error encountered
@@ -135,8 +189,7 @@ def test_a_device_that_fails_in_a_run_is_one_line(uptrain, runs, tmp_path, monke
         result = uptrain(*arguments)
     assert (result.code, result.err.splitlines()[-1]) == (
         1,
-        "Error: the GPU failed (CUDA error: uncorrectable ECC error encountered) while models were read; try again, or "
-        "use another device.",
+        "Error: the GPU failed (CUDA error: uncorrectable ECC error encountered); try again, or use another device.",
     )
     monkeypatch.setattr(loop, "_backward", failing(ECC))
     result = uptrain(*arguments)

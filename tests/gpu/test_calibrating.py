@@ -43,6 +43,14 @@ def test_a_text_that_the_model_writes(convert, tmp_path, device, family):
     convert("verify", folder, tmp_path / "out", "--device", "cpu").succeeded()
 
 
+def test_latent_attention(convert, tmp_path, device):
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300, hidden_size=128), tmp_path / "source"), 300)
+    options = ("--latent", 40, "--rope", 16, "--refine", 1024, "--calibration-tokens", 1024)
+    for name in (device.type, "cpu"):
+        convert("mha-to-mla", folder, tmp_path / name, *options, "--device", name).succeeded()
+    verify_on_both(convert, tmp_path, device, folder)
+
+
 def convert_on_both(convert, tmp_path, device, family, *options):
     folder = make_tokenizer(tiny.save(tiny.build(family, vocab_size=300), tmp_path / "source"), 300)
     for name in (device.type, "cpu"):

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import real_runs
@@ -12,6 +15,7 @@ from small_training import make_training
 from uptrain.distributed.accelerator import uses_gpu
 from uptrain.training.loop import TrainingProgress, train
 
+ROOT = Path(__file__).parents[2]
 STEPS, STOP_IN = 12, 5
 LAYOUTS = [
     (1, False),
@@ -64,6 +68,31 @@ def test_distillation(tmp_path, device, inputs, expected, processes, sharded):
     )
     assert last["loss"] == pytest.approx(wanted["loss"], rel=0.01)
     assert last["kl"] == pytest.approx(wanted["kl"], rel=0.05)
+
+
+@pytest.mark.usefixtures("gpu_only")
+def test_evaluation(device, inputs):
+    """As on the CPU, in float32 and in bfloat16. Each in a process of its own, since accelerate keeps its precision."""
+
+    def evaluate(device, precision):
+        more = (
+            "--teacher",
+            inputs["parent"],
+            "--data",
+            inputs["held_out"],
+            "--device",
+            device,
+            "--precision",
+            precision,
+        )
+        command = [sys.executable, "-m", "uptrain", "evaluate", inputs["model"], *more, "--json"]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT).stdout)
+
+    on_cpu = evaluate("cpu", "fp32")
+    for precision, rel in (("fp32", 1e-3), ("bf16", 0.02)):
+        result = evaluate(device.type, precision)
+        assert result["loss"] == pytest.approx(on_cpu["loss"], rel=rel)
+        assert result["teacher_loss"] == pytest.approx(on_cpu["teacher_loss"], rel=rel)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from convert.latent.baselines import solve_as
 from convert.latent.closed_form import LatentTarget, moments_from_norm, solve
 from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_parameters, stock_pair_indices
 from convert.latent.sizes import LatentSizes
@@ -82,6 +83,31 @@ def test_methods_for_comparison_hold_scaled_frequencies(convert, tmp_path, metho
     _check_equal(source, out)
     convert("verify", source, out).succeeded()
     convert("mha-to-mla", source, tmp_path / "half", *size, "--rope", 4, "--method", method, *options).succeeded()
+
+
+def test_the_svd_of_the_weights_needs_no_text(convert, tmp_path):
+    source = make_tokenizer(make_source(tmp_path / "source", vocab_size=300), 300)
+    options = ("--latent", 12, "--rope", 8, "--method", "svd")
+    convert("mha-to-mla", source, tmp_path / "out", *options, *BY_WEIGHTS).succeeded()
+    convert("mha-to-mla", source, tmp_path / "text", *options, "--calibration-tokens", 1024).succeeded()
+    without, calibrated = (tensors_of(tmp_path / name) for name in ("out", "text"))
+    assert without.keys() == calibrated.keys()
+    for name, tensor in without.items():
+        assert torch.equal(tensor, calibrated[name]), name
+    convert("verify", source, tmp_path / "out").succeeded()
+
+
+def test_methods_for_comparison_join_neighbouring_pairs():
+    """Four channels for the 16 pairs of a head: the first has pairs 0 to 3, and the last 12 to 15."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 32, 64)) for _ in range(3))
+    before = HeadMatrices(q, k, v, rng.standard_normal((2, 64, 32)), 16)
+    sizes = LatentSizes(2, 2, 32, 64, kv_lora_rank=10, qk_rope_head_dim=8, norm="eps", frequencies="stock")
+    rope = SourceRope(tuple(10000.0 ** (-p / 16) for p in range(16)), 1.0, 10000.0, True, 64)
+    target = LatentTarget(sizes, rope, stock_pair_indices(4, 4))
+    latent = solve_as("svd", before, moments_from_norm(np.ones(64)), target)
+    sums = k.reshape(2, 2, 4, 4, 64).sum(axis=(0, 3))  # over heads, and the pairs of a channel
+    assert np.allclose(latent.key_RX, sums.reshape(8, 64) / np.sqrt(8))
 
 
 @pytest.mark.parametrize("norm", ["eps", "bias"])
@@ -221,7 +247,7 @@ def test_what_is_written_is_the_reference_of_float64(tmp_path):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-    sizes = LatentSizes(4, 4, 8, 32, kv_lora_rank=10, qk_rope_head_dim=4, norm="eps")
+    sizes = LatentSizes(4, 4, 8, 32, kv_lora_rank=10, qk_rope_head_dim=4, norm="eps", frequencies="stock")
     pair_indices = stock_pair_indices(1.5, 2)
     latent = solve(_random_attention(4), moments_from_norm(np.ones(32)), LatentTarget(sizes, ROPE, pair_indices))
     names = StockNames("self_attn.", False)

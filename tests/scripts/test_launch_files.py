@@ -89,7 +89,7 @@ def shell(run_script):
 @pytest.mark.parametrize(
     ("variables", "layout", "gpus"),
     [
-        ({}, "fsdp2", "3"), ({"GPUS": "8"}, "fsdp2", "8"), ({"LAYOUT": "ddp"}, "ddp", "3"),
+        ({}, "fsdp2", "3"), ({"GPUS": "2"}, "fsdp2", "2"), ({"LAYOUT": "ddp"}, "ddp", "3"),
     ],
 )  # fmt: skip
 def test_multi_gpu(shell, variables, layout, gpus):
@@ -118,7 +118,7 @@ def test_one_gpu_needs_no_launcher(shell, layout):
 
 
 def test_multi_gpu_without_a_gpu(run_script):
-    for wrong in ("0", "x", "-1"):
+    for wrong in ("0", "x", "-1", "4"):
         run_script("uptrain_multi_gpu.sh", "run", "MODEL", GPUS=wrong).refused(f"GPUS={wrong}")
     run_script("uptrain_multi_gpu.sh", "run", "MODEL", GPUS="2", LAYOUT="fsdp").refused("LAYOUT=fsdp is unknown")
 
@@ -171,6 +171,14 @@ def test_the_launcher_passes_signals_on(monkeypatch, nohup):
     assert started == [(SIGNALS.replace("SIGHUP,", "") if nohup else SIGNALS, "600")]
 
 
+def launch(script):
+    """Run a script in two processes by the project's launcher."""
+    options = ("--config_file", SCRIPTS / "launch/accelerate/ddp.yaml", "--num_processes", 2, "--main_process_port", 0)
+    command = [sys.executable, "-m", "uptrain.distributed.launcher", *map(str, options), script]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=SCRIPTS.parent)
+
+
 @pytest.mark.parametrize(
     ("action", "code", "line"),
     [
@@ -184,13 +192,25 @@ def test_the_launcher_ends_as_the_process_that_failed(tmp_path, action, code, li
     """Without a traceback of its own, which would hide the line of the process."""
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{action}\n")
-    options = ("--config_file", SCRIPTS / "launch/accelerate/ddp.yaml", "--num_processes", 2, "--main_process_port", 0)
-    command = [sys.executable, "-m", "uptrain.distributed.launcher", *map(str, options), script]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=SCRIPTS.parent)
+    result = launch(script)
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     assert any(given.startswith(line) for given in result.stderr.splitlines()), result.stderr
+
+
+@pytest.mark.parametrize(("who", "line"), [("rank == 1", "Error: process 1: no room."), ("True", "Error: no room.")])
+def test_the_launcher_prints_an_error_that_only_another_process_has(tmp_path, who, line):
+    """The first process prints those that all have."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, click\nfrom model.common import console\nfrom model.common.errors import InputError\n"
+        "@click.command()\ndef command():\n    rank = int(os.environ['RANK'])\n"
+        f"    if {who}:\n        raise InputError('no room.')\n    time.sleep(60)\n"
+        "console.run(command, launched=True)\n"
+    )
+    result = launch(script)
+    assert result.returncode == 2
+    assert [given for given in result.stderr.splitlines() if "room" in given] == [line], result.stderr
 
 
 JOB = {

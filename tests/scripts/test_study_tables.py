@@ -82,7 +82,7 @@ def test_table(tmp_path):
     assert CliRunner().invoke(table.main, [str(path)]).output.splitlines() == [
         "### p: merged to 2 K/V heads",
         "",
-        "| arm | after conversion | of mean's gap | distill, α 0.01 |",
+        "| arm | after conversion | share of mean's gap | distill, α 0.01 |",
         "| --- | --- | --- | --- |",
         "| parent | 4.0000 | 0.0% | – |",
         "| mean | 5.0000 and 6.0000 | 100.0% | 4.5000 (lr 0.0003) |",

@@ -82,4 +82,7 @@ def pretended_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         patch.setattr(adam, "_device_dtype_check_for_fused", lambda matrix: None)  # nor a fused optimizer
         patch.setattr(torch, "autocast", lambda *device, enabled: nullcontext())
         patch.setattr(devices, "available_devices", lambda: [NAME, "cpu"])
+        to_list, generator = torch.Tensor.tolist, torch.Generator
+        patch.setattr(torch.Tensor, "tolist", lambda self: to_list(self.inner if isinstance(self, _Tensor) else self))
+        patch.setattr(torch, "Generator", lambda device="cpu": generator())
         yield NAME

@@ -372,6 +372,12 @@ def test_held_out_windows_beyond_the_context_are_warned_of(uptrain, inputs, tmp_
         assert "Warning: windows of 128 tokens are longer than the model's context of 64" in result.err
 
 
+def pretend_gpu(monkeypatch, capability=(9, 0)):
+    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5,
@@ -383,7 +389,7 @@ LLAMA_7B = {
     ("bf16", 100, "heads of 100 dimensions have no flash attention"), ("bf16", 512, "heads of 512 dimensions"),
 ])  # fmt: skip
 def test_what_has_no_flash_attention_attends_document_by_document(monkeypatch, precision, head_dim, words):
-    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: True)
     warning = launch._packing_warning({**LLAMA_7B, "head_dim": head_dim}, precision)
     assert warning is None if words is None else words in warning
@@ -393,6 +399,7 @@ def test_what_has_no_flash_attention_attends_document_by_document(monkeypatch, p
     (True, False, True, True), (True, True, True, False), (False, False, True, False), (True, False, False, False),
 ])  # fmt: skip
 def test_a_torch_without_packed_attention(monkeypatch, device, recent, native, warns):
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(launch, "uses_gpu", lambda: device)
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: recent)
     warning = launch._packing_warning(LLAMA_7B if native else {"model_type": "phi"}, "bf16")
@@ -413,13 +420,17 @@ def test_options_for_layers_that_transformers_does_not_name(uptrain, inputs, tmp
 
 @pytest.mark.parametrize(("capability", "warns"), [((7, 5), True), ((8, 0), False)])
 def test_a_gpu_older_than_ampere_attends_document_by_document(monkeypatch, capability, warns):
-    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
+    pretend_gpu(monkeypatch, capability)
     monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     warning = launch._packing_warning(LLAMA_7B, "bf16")
     assert (warning is not None and "the GPU (Tesla T4) is older than Ampere" in warning) == warns
+
+
+def test_a_gpu_without_cuda_attends_document_by_document(monkeypatch):
+    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
+    monkeypatch.setattr(launch, "torch_has_packed_attention", lambda: True)
+    assert "only CUDA GPUs have flash attention" in launch._packing_warning(LLAMA_7B, "bf16")
 
 
 def test_a_run_says_that_the_gpu_has_no_bfloat16(uptrain, inputs, tmp_path, monkeypatch):

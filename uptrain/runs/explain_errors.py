@@ -1,5 +1,6 @@
 """Explain errors that end a run: one line on what happened, and how to continue."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +16,18 @@ from uptrain.runs.folder import CHECKPOINTS
 
 
 @contextmanager
-def device_errors_as_run_error(accelerator: Accelerator) -> Iterator[None]:
-    """Raise RunError, or RankError in one of many processes, if the models do not fit into memory or a GPU fails."""
+def device_errors_as_run_error(
+    accelerator: Accelerator,
+    advice: str = "use devices with more, or more devices. `uptrain plan --memory` shows what fits.",
+) -> Iterator[None]:
+    """Raise RunError, or RankError in one of many processes, if models do not fit into memory or a GPU fails."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            text = (
-                f"not enough memory ({first_sentence(str(error))}) for the models; use devices with more, or more "
-                "devices. `uptrain plan --memory` shows what fits."
-            )
+            text = f"not enough memory ({first_sentence(str(error))}) for the models; {advice}"
         elif is_device_error(error):
-            text = f"the GPU failed ({_first_line(error)}) while models were read; try again, or use another device."
+            text = f"the GPU failed ({_first_line(error)}); try again, or use another device."
         else:
             raise
         raise _own_error(text, accelerator) from error
@@ -53,11 +54,18 @@ def explain_error(error: Exception, folder: Path, step: int, accelerator: Accele
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        message = first_sentence(str(error))
-        return RunError(f"after step {step}, another process cannot be reached; {hint}. It may have ended: {message}.")
+        return RunError(
+            f"after step {step}, another process cannot be reached; {hint}. If it failed, it has printed why "
+            f"({first_sentence(_without_place(error))})."
+        )
     if isinstance(error, (InputError, OSError)):
         return _own_error(f"after step {step}: {str(error).rstrip('.')}. Fix that, then {hint}.", accelerator)
     return error
+
+
+def _without_place(error: Exception) -> str:
+    """Return what gloo says, without the line of its source."""
+    return re.sub(r"^\[[^\]]*gloo/[^\]]*\] ", "", str(error))
 
 
 def _first_line(error: Exception) -> str:

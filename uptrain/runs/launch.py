@@ -193,7 +193,9 @@ def _packing_warning(config: dict[str, Any], precision: str) -> str | None:
     if not is_native(config) or not uses_gpu():
         return None
     slow = "so each document of a window is computed by itself, which is slow on a GPU"
-    if torch.cuda.is_available() and not gpu_has_flash_attention():
+    if not torch.cuda.is_available():
+        return f"only CUDA GPUs have flash attention here, {slow}."
+    if not gpu_has_flash_attention():
         return f"the GPU ({torch.cuda.get_device_name()}) is older than Ampere and has no flash attention, {slow}."
     if not torch_has_packed_attention():
         return (

@@ -128,13 +128,14 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
                 training = build_initial(settings, folder / MODEL, context, saved_step)
             else:
                 training = build(settings, uninitialized_student(folder / MODEL), context, saved_step)
+            if checkpoint is not None:
+                read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
+                if not has_finite_weights(training.loss_module, accelerator):
+                    raise InputError(
+                        f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
+                    )
         if checkpoint is None:
             return train_run(folder, settings, training, TrainingProgress(), None)
-        read_tensors(checkpoint.folder, training.loss_module, training.optimizer)
-        if not has_finite_weights(training.loss_module, accelerator):
-            raise InputError(
-                f"{checkpoint.folder} holds weights that are NaN or infinite; remove it to use an older one."
-            )
         progress = TrainingProgress(**{name: checkpoint.state[name] for name in vars(TrainingProgress())})
         return train_run(folder, settings, training, progress, checkpoint)
 

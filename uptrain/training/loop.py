@@ -5,7 +5,8 @@ anywhere and resume with another world size without changing its result.
 
 The loop waits for the device once in a step: it fetches loss and gradient norm after it has queued the update (before
 it, if the optimizer cannot skip an update on the device). In a long step it also looks for signals, STOP_CHECKS times.
-Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch.)
+Meanwhile the next batch is read and copied. (The models wait too, where they find the documents of a micro-batch, and
+Adafactor twice for each parameter.)
 """
 
 import time
