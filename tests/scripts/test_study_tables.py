@@ -597,6 +597,23 @@ def test_the_pages_tables_are_the_recorded_results(name):
     assert page.renewed(changed, root / page.RESULTS) == written
 
 
+def test_no_line_of_a_figure_leads_to_a_point_without_training():
+    """The mean's loss falls from 1.4 nats to 0.09 somewhere before 1 %; a line would show a place for that."""
+    results = Path(__file__).parents[2] / page.RESULTS
+    for figure in (drawing.headline(results), drawing.weak(results)):
+        lengths = [tuple(curve[0].get_xdata()) for axes in figure.axes[-2:] for curve in axes.containers]
+        assert (0,) in lengths
+        assert all(of_curve == (0,) or 0 not in of_curve for of_curve in lengths)
+
+
+def test_the_legend_of_decoding_covers_no_point():
+    figure = drawing.speed(Path(__file__).parents[2] / page.RESULTS)
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_legend() is None
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+
+
 @pytest.mark.parametrize("name", sorted(drawing.SOURCES))
 def test_the_figures_are_of_the_recorded_results(name):
     from PIL import Image
