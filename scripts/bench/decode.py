@@ -163,6 +163,7 @@ def draw(rows: list[Row], path: Path) -> None:
         for key, label, style in (("theirs_s", "transformers", "s--"), ("ours_s", "Groupwise", "o-")):
             axes.plot(heads, [1e3 * r[key] / batch for r in shown], style, label=label)
         axes.set_xscale("log", base=2)
+        axes.invert_xaxis()  # MHA on the left, as in the figure of serving
         axes.set_xticks(heads, [f"{h}\nMQA" if h == 1 else f"{h}\nMHA" if h == heads[-1] else str(h) for h in heads])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("K/V heads")

@@ -2,8 +2,9 @@ r"""Measure what fewer K/V heads bring in the engines that serve models: vLLM an
 
 Each model is served for each number of K/V heads, by one process at a time. The numbers take turns; each has --turns of
 them. In a turn a process measures every cell (batch and context): prefill computes whole prompts; decode is one token
-for every sequence of a batch, with the KV cache of its context filled before. Medians over all turns are compared. The
-engines tell how many tokens a KV cache of --cache-gib holds. A cell that needs more is left out; the table says so.
+for every sequence of a batch, with the KV cache of its context filled before. A ratio of two numbers of K/V heads is
+the median of the ratios within a turn; the least and the largest of them follow in brackets. The engines tell how many
+tokens a KV cache of --cache-gib holds. A cell that needs more is left out; the table says so.
 
 OUT.json grows with every cell; the same command resumes after a stop. At the end: OUT.md with tables, OUT.png.
 
@@ -34,7 +35,8 @@ from scripts.bench.machine import Row, describe_machine
 
 TASKS = ("prefill", "decode")
 CLOCKS = ("wall", "processor")
-"""Processor time is for one thread on a busy machine: other processes do not lengthen it."""
+"""Processor time is for one thread on a busy machine: it leaves out the time in which other processes run. They still
+slow the thread down, because they use the same caches and memory."""
 DTYPE, BYTES = "bfloat16", 2
 """Of weights; and of a number in the KV cache, which is float16 in llama.cpp."""
 SPARE = 256
@@ -122,14 +124,25 @@ class Results:
         return False
 
     def medians(self) -> list[Row]:
-        """Return a row for each cell and number of K/V heads, over all turns."""
-        rows_by_cell: dict[tuple[Any, ...], list[Row]] = {}
+        """Return a row for each cell and number of K/V heads: tokens/s over all turns, and the speedup in each turn.
+
+        A speedup is over the most K/V heads, in the same turn, because the machine is faster in some turns than in
+        others. A turn that has one side only has no speedup.
+        """
+        measured: dict[Cell, dict[int, dict[int, list[float]]]] = {}
         for row in self.rows:
-            rows_by_cell.setdefault(tuple(row[name] for name in (*KEY, "n_kv_heads")), []).append(row)
+            of_cell = measured.setdefault(Cell(*(row[name] for name in KEY)), {})
+            of_cell.setdefault(row["n_kv_heads"], {})[row["turn"]] = row["seconds"]
         medians = []
-        for names, rows in rows_by_cell.items():
-            cell, seconds = Cell(*names[:-1]), statistics.median(s for row in rows for s in row["seconds"])
-            medians.append({**vars(cell), "n_kv_heads": names[-1], "tokens_per_s": cell.tokens / seconds})
+        for cell, by_heads in measured.items():
+            base = by_heads.get(FAMILIES[cell.model].n_kv_heads[0], {})
+            for n_kv_heads, turns in by_heads.items():
+                seconds = statistics.median(itertools.chain.from_iterable(turns.values()))
+                speedups = [
+                    statistics.median(base[turn]) / statistics.median(turns[turn]) for turn in turns if turn in base
+                ]
+                figures = {"tokens_per_s": cell.tokens / seconds, "speedups": speedups}
+                medians.append({**vars(cell), "n_kv_heads": n_kv_heads, **figures})
         return medians
 
     def add_version(self, engine: str, version: str, path: Path | None) -> None:
@@ -290,7 +303,7 @@ def groups_of(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def tables(results: Results) -> list[str]:
-    """Return a table for each engine and model: tokens/s with the most K/V heads, and the others' as ratios."""
+    """Return a table for each engine and model: tokens/s with the most K/V heads, and the others' speedups."""
     return [_table(engine, model, rows, results) for engine, model, rows in groups_of(results.medians())]
 
 
@@ -301,9 +314,10 @@ def _table(engine: str, model: str, rows: list[Row], results: Results) -> str:
     lines += [f"| | batch | context | {' | '.join(titles)} |", "|---" * (3 + len(titles)) + "|"]
     for task, batch, context in sorted({(r["task"], r["batch"], r["context"]) for r in rows}):
         place = (task, batch, context)
-        speed = {r["n_kv_heads"]: r["tokens_per_s"] for r in rows if (r["task"], r["batch"], r["context"]) == place}
-        if first in speed:
-            shown = [f"{speed[first]:,.1f}", *(f"{speed[n] / speed[first]:.2f}" if n in speed else "" for n in others)]
+        by_heads = {r["n_kv_heads"]: r for r in rows if (r["task"], r["batch"], r["context"]) == place}
+        if first in by_heads:
+            speedups = [show_speedups(by_heads[n]["speedups"]) if n in by_heads else "" for n in others]
+            shown = [f"{by_heads[first]['tokens_per_s']:,.1f}", *speedups]
             lines.append(f"| {task} | {batch} | {context:,} | {' | '.join(shown)} |")
     size = results.setup["cache_gib"]
     for row in results.left_out:
@@ -313,6 +327,12 @@ def _table(engine: str, model: str, rows: list[Row], results: Results) -> str:
                 f"| {cells} | needs {row['gib']} GiB of KV cache, above the {size:g} GiB given |{' |' * len(others)}"
             )
     return "\n".join(lines)
+
+
+def show_speedups(speedups: list[float]) -> str:
+    """Return the median over the turns, with the least and the largest if there are several turns."""
+    median = f"{statistics.median(speedups):.2f}"
+    return median if len(speedups) == 1 else f"{median} ({min(speedups):.2f} to {max(speedups):.2f})"
 
 
 def cache_table(results: Results) -> str:
@@ -363,10 +383,10 @@ def _draw_panel(axes: Any, rows: list[Row], heads: tuple[int, ...]) -> dict[str,
     """Draw one engine and model; return the lines by their names. Only cells of all numbers of heads are drawn."""
     contexts, markers, lines = {512: ("C0", "-"), 4096: ("C1", "--"), 16384: ("C2", ":")}, {1: "o", 8: "s", 32: "^"}, {}
     for context, batch in sorted({(row["context"], row["batch"]) for row in rows}):
-        speed = {r["n_kv_heads"]: r["tokens_per_s"] for r in rows if (r["context"], r["batch"]) == (context, batch)}
-        if not speed.keys() >= set(heads):
+        speedups = {r["n_kv_heads"]: r["speedups"] for r in rows if (r["context"], r["batch"]) == (context, batch)}
+        if not speedups.keys() >= set(heads):
             continue
-        shown = [speed[n] / speed[heads[0]] for n in heads]
+        shown = [statistics.median(speedups[n]) for n in heads]
         colour, dashes = contexts.get(context, ("C3", "-."))
         style = {"color": colour, "linestyle": dashes, "marker": markers.get(batch, "d")}
         (lines[f"{batch} x {context:,}"],) = axes.plot(range(len(heads)), shown, **style)

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -82,14 +82,18 @@ def missing_cases(workspace: Workspace) -> list[Case]:
     measures = measures_of(workspace.plan)
     measured = {key_of_line(line) for line in read_results(workspace.results) if measures <= line.keys()}
     cases = []
+    for case in all_cases(workspace):
+        if stages := tuple(stage for stage in case.stages if key(case, stage) not in measured):
+            cases.append(replace(case, stages=stages))
+    return cases
+
+
+def all_cases(workspace: Workspace) -> Iterator[Case]:
+    """Yield every case of a plan with all its stages, in the plan's order."""
     for subject, arms in subjects(workspace):
         for arm in arms:
             for groups in (None,) if arm.is_parent else arm.groups:
-                case = Case(subject, arm, groups, (None, *arm.uptrain))
-                stages = tuple(stage for stage in case.stages if key(case, stage) not in measured)
-                if stages:
-                    cases.append(Case(subject, arm, groups, stages))
-    return cases
+                yield Case(subject, arm, groups, (None, *arm.uptrain))
 
 
 def measures_of(plan: Plan) -> set[str]:

@@ -144,6 +144,8 @@ PARTS_RATES = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3)
 """Ticks: peaks of the learning rate."""
 TOP = 0.55
 BEYOND = "loss above the parent's (nats)"
+NOT_IN_LEGEND = "_"
+"""A label that matplotlib leaves out of legends."""
 SCRATCH = "trained with 2 K/V heads from the start"
 DPI = 200
 TRAINED_PARTS = {
@@ -188,14 +190,15 @@ def headline(results: Path) -> Figure:
     left, right = below.subplots(1, 2, sharey=True)
     earlier = [line for line in united(results, BETTER) if line["arm"] != FORMER_DEFAULT.arm]
     lines = [*earlier, *distilled_mean(results), *read_results(results / "refine_longer.jsonl")]
-    draw_both(below, left, right, lines)
+    draw_both(below, left, right, lines, "7 tokens per parameter")
     return figure
 
 
 def weak(results: Path) -> Figure:
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    draw_both(figure, left, right, [line for line in weak_lines(results) if not is_at_a_bad_rate(line)])
+    lines = [line for line in weak_lines(results) if not is_at_a_bad_rate(line)]
+    draw_both(figure, left, right, lines, "1 token per parameter")
     return figure
 
 
@@ -221,10 +224,11 @@ def is_at_a_bad_rate(line: Result) -> bool:
     return (line["arm"], line["alpha"]) == (CONTROL.arm, 0.01)
 
 
-def draw_both(figure: FigureBase, left: Axes, right: Axes, lines: list[Result]) -> None:
-    """Draw the uptraining to two K/V heads and to one."""
-    draw_uptraining(left, lines, 2)
-    draw_uptraining(right, lines, 1)
+def draw_both(figure: FigureBase, left: Axes, right: Axes, lines: list[Result], parents: str) -> None:
+    """Draw the uptraining to two K/V heads and to one; the titles name the parents."""
+    for axes, groups in ((left, 2), (right, 1)):
+        draw_uptraining(axes, lines, groups)
+        axes.set_title(f"8 → {groups}, {parents}")
     figure.legend(*legend_of(left), loc="outside lower center", ncols=2)
 
 
@@ -256,7 +260,7 @@ def speed(results: Path) -> Figure:
     axes.set_xlabel(f"milliseconds per decoding step (batch {batch}, context {context})")
     axes.set_ylabel(BEYOND)
     axes.set_xlim(left=0, right=1.15 * times[8])
-    axes.legend(*legend_of(axes), loc="upper right")
+    figure.legend(*legend_of(axes), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -437,12 +441,14 @@ def shares_of_seeds(results: dict[str, list[Result]], plan: str, arm: str, group
 
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw the loss after each way of uptraining, at the best of the settings tried for it."""
-    axes.set_title(f"8 → {groups}: loss during uptraining")
     own = of_one_part([line for line in lines if line["groups"] in (groups, 8)])
     for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT, CONTROL, DISTILLED_DEFAULT):
         if points := gaps_by_alpha([line for line in own if line["arm"] == curve.arm], curve.loss):
-            percent = {100 * alpha: seeds for alpha, seeds in points.items()}
+            percent = {100 * alpha: seeds for alpha, seeds in points.items() if alpha}
             draw_points(axes, percent, curve.label, curve.style)
+            # Between no training and the shortest, nothing was measured: no line connects them.
+            before = {alpha: seeds for alpha, seeds in points.items() if not alpha}
+            draw_points(axes, before, NOT_IN_LEGEND, curve.style)
     scratch = [line for line in lines if line["from_scratch"] and line["groups"] == groups]
     if scratch:
         axes.axhline(statistics.mean(gaps(scratch).values()), color=INK, linewidth=1, label=SCRATCH)
@@ -450,7 +456,7 @@ def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     axes.annotate(f"mean:\n{start:.2f} ↑", (0, TOP), **{**NEXT_TO, "xytext": (-4, -20)})
     axes.set_ylim(-0.03, TOP)  # where the mean begins is far above what matters
     axes.set_xlim(-0.06, 12)
-    axes.set_xlabel("tokens, % of the parent's pre-training")
+    axes.set_xlabel("tokens of uptraining, % of the parent's pre-training")
     axes.set_ylabel(BEYOND)
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
     axes.set_xticks([0, 0.25, 0.5, 1, 2, 5, 10], ["0", "¼", "½", "1", "2", "5", "10"], minor=False)

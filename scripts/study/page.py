@@ -22,7 +22,7 @@ RESULTS = Path("docs/study")
 PAGES = (
     Path("README.md"),
     Path("docs/study.md"),
-    *(RESULTS / f"{name}.md" for name in ("latent", "more", "small_models", "smollm2_qwen2", "tables")),
+    *(RESULTS / f"{name}.md" for name in ("latent", "more", "reproduction", "small_models", "smollm2_qwen2", "tables")),
 )
 PLACEHOLDER = re.compile(r"(?<=<!-- )(?!end )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from model.common.counts import counted
+from scripts.study import plans_and_records
 from scripts.study.cells import PAPER_RECIPE, START, markdown, show
 from scripts.study.page_tables import (
     along_training,
@@ -353,6 +354,7 @@ PLACEHOLDERS: dict[str, Callable[[Path], str]] = {
     "latent": lambda folder: by_cache(read_results(folder / "latent.jsonl"), "{tokens:,} tokens"),
     "latent_smollm2": latent_smollm2,
     "field": field,
+    "plans_and_records": plans_and_records.table,
     "savings_better": lambda folder: savings([*united(folder, BETTER), *distilled_mean(folder)], FORMER_DEFAULT),
 }  # fmt: skip
 """Name of a placeholder in a page → what makes its table from the folder of the recorded results."""

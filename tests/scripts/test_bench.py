@@ -10,9 +10,11 @@ from importlib.util import find_spec
 import forks
 import pages
 import pytest
+from matplotlib.figure import Figure
 from pages import ROOT
 
 from scripts.bench import convert as convert_bench
+from scripts.bench import decode, serving
 
 BENCH = ROOT / "scripts/bench"
 COMMANDS = sorted(
@@ -71,6 +73,20 @@ CASES = [pytest.param(c, marks=pytest.mark.slow) if c.startswith(SLOW) else c fo
 @pytest.mark.timeout(600)
 def test_runs(tmp_path, command):
     run_quickly(tmp_path, command)
+
+
+def test_figures_of_decoding_begin_with_mha_on_the_left(tmp_path, monkeypatch):
+    cells = [{"batch": 1, "context": 8, "task": "decode", "n_kv_heads": n} for n in (32, 8, 4, 1)]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    decode.draw([cell | {"theirs_s": 2.0, "ours_s": 1.0} for cell in cells], tmp_path / "figure.png")
+    of_engine = {"engine": "vllm", "model": "llama-1b", "speedups": [1.0]}
+    serving.draw([cell | of_engine for cell in cells], tmp_path / "figure.png")
+    for figure in drawn:
+        (axes,) = figure.axes
+        places = [axes.transData.transform((tick, 1))[0] for tick in axes.get_xticks()]
+        labels = [label.get_text() for _, label in sorted(zip(places, axes.get_xticklabels(), strict=True))]
+        assert labels == ["32\nMHA", "8", "4", "1\nMQA"]
 
 
 @pytest.mark.slow

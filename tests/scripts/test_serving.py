@@ -51,13 +51,31 @@ def test_tables_and_figure(run, tmp_path):
     result = run()
     assert result.exit_code == 0, result.output
     text = (tmp_path / "out.md").read_text()
-    # 2 tokens in 33 ms with 32 K/V heads; 33 ms ÷ 9, 5 and 2 ms
-    assert text.count("| decode | 2 | 16 | 60.6 | 3.67 | 6.60 | 16.50 |") == 2
-    assert text.count("| prefill | 2 | 16 | 1,000.0 | 1.00 | 1.00 | 1.00 |") == 2
+    # 2 tokens in 33 ms with 32 K/V heads; 33 ms ÷ 9, 5 and 2 ms in both turns
+    decode = "3.67 (3.67 to 3.67) | 6.60 (6.60 to 6.60) | 16.50 (16.50 to 16.50)"
+    assert text.count(f"| decode | 2 | 16 | 60.6 | {decode} |") == 2
+    prefill = " | ".join(["1.00 (1.00 to 1.00)"] * 3)
+    assert text.count(f"| prefill | 2 | 16 | 1,000.0 | {prefill} |") == 2
     # the tokens that the stand-in prints; 2 x 1 layer x 32 heads x 2 numbers x 2 bytes
     assert "| vLLM | Llama of 1.2 B parameters | 32 | 0.3 | 46,592 | 91 | 11 | 2 |" in text
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert {row["commit"] for row in rows(tmp_path)} == {str(serving.describe_machine()["commit"])}
+
+
+def test_a_ratio_is_of_models_in_the_same_turn():
+    """The machine is half as fast in the last two turns; one head is 3, 2 and 4 times as fast as 32."""
+    seconds = {32: [12.0, 24.0, 24.0], 1: [4.0, 12.0, 6.0]}
+    cell = {"engine": "vllm", "model": "llama-1b", "task": "prefill", "batch": 1, "context": 48}
+    rows = [
+        {**cell, "n_kv_heads": n, "turn": turn, "seconds": [each]}
+        for n, of_turns in seconds.items()
+        for turn, each in enumerate(of_turns)
+    ]
+    (table,) = serving.tables(serving.Results({"cache_gib": 9}, {"vllm": "1"}, rows=rows))
+    assert "| prefill | 1 | 48 | 2.0 |  |  | 3.00 (2.00 to 4.00) |" in table
+    of_one_turn = [row for row in rows if row["turn"] == 0]
+    (table,) = serving.tables(serving.Results({"cache_gib": 9}, {"vllm": "1"}, rows=of_one_turn))
+    assert "| prefill | 1 | 48 | 4.0 |  |  | 3.00 |" in table
 
 
 @pytest.mark.slow

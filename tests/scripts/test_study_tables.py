@@ -7,9 +7,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.study import arms, cells, page, page_tables, placeholders, table
+from scripts.study import arms, cells, page, page_tables, placeholders, plans_and_records, table
 from scripts.study import figures as drawing
 from scripts.study import results as results_of
+from scripts.study.plan import find_plan
 from scripts.study.record import add_distilled, add_lines, record_parents
 from scripts.study.results import forward_passes
 
@@ -35,6 +36,30 @@ def test_results_are_added_to_those_on_record(tmp_path):
     with pytest.raises(click.ClickException, match=r"has no tasks of first, but .* has; measure it too"):
         add_lines(results, record)
     assert "tasks" in arms.read_results(record)[0]
+
+
+def test_a_record_is_compared_with_its_plan(tmp_path):
+    """The plan has the mean and a fit of two K/V heads, with two uptrainings, and a model from scratch."""
+    distilled, too_fast = (0.1, "distill", 1e-3), (0.1, "distill", 9e-3)
+    fit = {"convert": ("--method", "fit", "--refit", "--calibration-tokens", "2048"), "schedule": "cosine"}
+    lines = [
+        line("mean", 0, 5.0) | {"behaviour": {}, "commit": "aaa"},
+        line("fit-refit", 0, 5.0, **fit) | {"tasks": {}, "commit": "aaa"},
+        line("fit-refit", 0, 5.0, **fit, stage=distilled) | {"behaviour": {}, "commit": "bbb+"},
+        line("fit-refit", 0, 5.0, **fit, stage=too_fast) | {"commit": "aaa"},
+        line("mean", 1, 5.0) | {"commit": "aaa"},
+        line("mean", 0, 5.0, convert=("--method", "mean", "--renorm", "norm")) | {"commit": "aaa"},
+        line("first", 0, 5.0) | {"commit": "aaa"},
+    ]
+    plan = tmp_path / "smoke.toml"
+    plan.write_text(find_plan("smoke").read_text())
+    (tmp_path / "not_run.toml").write_text(plan.read_text())
+    (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert plans_and_records.table(tmp_path, tmp_path).splitlines()[2:] == [
+        "| `smoke` | aaa (6), bbb+ (1) | of 7: 1 of other arms, 1 of other seeds, 1 with other arguments, "
+        "1 with other uptrainings, 1 with tasks that the plan lacks "
+        "| of 5: 1 of other arms, 1 with other uptrainings, 1 without behaviour |"
+    ]
 
 
 def line(
@@ -570,6 +595,23 @@ def test_the_pages_tables_are_the_recorded_results(name):
     assert page.renewed(written, root / page.RESULTS) == written
     changed = written.replace("| 8 → 2 |", "| 8 → 3 |").replace("| mean |", "| mode |")
     assert page.renewed(changed, root / page.RESULTS) == written
+
+
+def test_no_line_of_a_figure_leads_to_a_point_without_training():
+    """The mean's loss falls from 1.4 nats to 0.09 somewhere before 1 %; a line would show a place for that."""
+    results = Path(__file__).parents[2] / page.RESULTS
+    for figure in (drawing.headline(results), drawing.weak(results)):
+        lengths = [tuple(curve[0].get_xdata()) for axes in figure.axes[-2:] for curve in axes.containers]
+        assert (0,) in lengths
+        assert all(of_curve == (0,) or 0 not in of_curve for of_curve in lengths)
+
+
+def test_the_legend_of_decoding_covers_no_point():
+    figure = drawing.speed(Path(__file__).parents[2] / page.RESULTS)
+    figure.draw_without_rendering()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_legend() is None
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
 
 
 @pytest.mark.parametrize("name", sorted(drawing.SOURCES))
