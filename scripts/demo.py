@@ -28,7 +28,7 @@ WORK, PARENT = Path(".demo"), Path("assets/demo-mha")
 OPENING = "My fellow citizens, the state of our Union"
 PARENT_TOKENS, ALPHA, LR = "7M", 0.005, "2e-4"
 CALIBRATION = "4096"
-"""Tokens: a sixteenth of the default, so that calibration takes seconds."""
+"""Tokens: a sixteenth of the default, so that calibration takes a minute or two on two idle cores."""
 HELD_OUT_SPEECHES = 2
 """Number of held-out speeches that are used, of 20, so that measuring takes seconds."""
 

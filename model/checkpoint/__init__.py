@@ -21,8 +21,8 @@ READERS = {
 }
 """Formats and their modules in `model.checkpoint.formats`, imported when used. The first that matches is used."""
 
-WHAT_SOURCE_IS = (
-    "SOURCE is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
+WHAT_A_MODEL_IS = (
+    "a model is a checkpoint folder, a .gguf file, or the name of a model in the Hugging Face cache (org/name)"
 )
 
 
@@ -41,12 +41,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
         if path.is_symlink():
-            raise CheckpointError(f"{path}: a dangling symlink; {WHAT_SOURCE_IS}.")
+            raise CheckpointError(f"{path}: a dangling symlink; {WHAT_A_MODEL_IS}.")
         cached = find_in_cache(path)
         if cached is None:
             similar = similar_path(path)
             raise CheckpointError(
-                f"{path}: no such file or folder; {f'did you mean {similar}?' if similar else f'{WHAT_SOURCE_IS}.'}"
+                f"{path}: no such file or folder; {f'did you mean {similar}?' if similar else f'{WHAT_A_MODEL_IS}.'}"
             )
         path = cached
     for name in READERS.values():
@@ -60,4 +60,4 @@ def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         refuse_without_weights(path)
     refuse_file_of_model(path)
-    raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT_SOURCE_IS}.")
+    raise CheckpointError(f"{path} is a file of an unknown kind; {WHAT_A_MODEL_IS}.")

@@ -149,6 +149,8 @@ def _look_elsewhere(folder: Path) -> str:
     for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
+    if inside := sorted(folder.glob("*/config.json")):
+        return f" Did you mean {inside[0].parent}?"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):
         return f" It is a checkpoint of Megatron; {MEGATRON_ADVICE}"
     return ""

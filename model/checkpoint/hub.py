@@ -53,8 +53,9 @@ def find_in_cache(path: Path) -> Path | None:
     cache. If there is a path of a similar name, the message names that first.
     """
     if address := ADDRESS.match(str(path)):
+        given = re.sub("^(https?|hf):/+", r"\1://", str(path))  # a path has one slash of each pair
         raise CheckpointError(
-            f"{path} is an address; give the model's name, as {address['model']}, once it is in the cache: "
+            f"{given} is an address; give the model's name, as {address['model']}, once it is in the cache: "
             f"hf download {address['model']}."
         )
     match = NAME.fullmatch(str(path))

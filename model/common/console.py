@@ -49,8 +49,8 @@ Advance = Callable[[float], None]
 """Moves a progress bar on, by an amount in its unit."""
 MAX_LINE_LENGTH = 4000
 """Characters of a message. A name in an untrusted file may have millions."""
-MIN_COLUMNS = 20
-"""Columns of the narrowest terminal that tables are fitted to."""
+MIN_COLUMNS = {"tables": 80, "bars": 20}
+"""Columns of the narrowest terminal that each is fitted to. One that is narrower wraps the lines of tables."""
 EXTRA = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "matplotlib", "pyarrow")
 """The packages of INSTALL_EXTRA, by their import names."""
 INSTALL_EXTRA = "in the folder of Groupwise, run pip install '.[torch]'"
@@ -283,9 +283,9 @@ class _Console(Console):
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console for tables. It prints [brackets] as they are instead of reading them as rich's markup."""
+    """Return a console for tables, or for bars on stderr. It prints [brackets] as they are, which rich would read."""
     made = _Console(stderr=stderr, markup=False, emoji=False)
-    if made.width < MIN_COLUMNS:  # by COLUMNS=0, for example
+    if made.width < MIN_COLUMNS["bars" if stderr else "tables"]:  # COLUMNS may also be 0
         made.width = 80
     return made
 
@@ -323,7 +323,7 @@ def table_with_heading(title: str, padding: int | tuple[int, int, int, int] = (0
 def print_key_values(title: str, rows: list[tuple[str, str]]) -> None:
     """Print a table of keys and values under a title."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
+    table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)

@@ -1,5 +1,6 @@
 """Read datasets of the Hugging Face hub, named hub:NAME[:[CONFIG:]SPLIT], through the `datasets` library."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def hub_files(text: str) -> tuple[str, ...]:
         raise InputError(f"{text} is not hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
     if not console.draws_bars():
         datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of every try without a network
     config, split = (None, *rest)[-2:] if rest else (None, None)
     try:
         # By default version 3 prompts on the terminal to run a dataset's script. Versions 4 and later run none.

@@ -98,6 +98,10 @@ def test_no_config(refuse_source, source):
     refuse_source("no config.json", "model.gguf")
 
 
+def test_a_folder_above_the_checkpoint(refuse_path, source, tmp_path):
+    refuse_path(tmp_path, f"itself holds no weights. Did you mean {source}?")
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "meta/consolidated.00.pth"])
 def test_training_from_another_format(uptrain, tmp_path, name):
     """Only conversions read these."""

@@ -27,7 +27,7 @@ def test_hub_names_without_the_package(refuse_path, monkeypatch):
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "org/name@", "@/x", "org/", "../x/y", "org/na me"])
 def test_invalid_hub_names(refuse_path, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    refuse_path(name, "no such file or folder; SOURCE is")
+    refuse_path(name, "no such file or folder; a model is")
 
 
 @pytest.mark.parametrize("form", ["assets/demo-mah", "./assets/demo-mah", "demo-mah", "ABSOLUTE"])
@@ -67,7 +67,9 @@ def test_the_address_of_a_dataset_is_no_models(convert):
     ],
 )  # fmt: skip
 def test_the_address_of_a_model(convert, uptrain, tmp_path, address):
-    words = "is an address; give the model's name, as org/name, once it is in the cache: hf download org/name."
+    words = (
+        f"{address} is an address; give the model's name, as org/name, once it is in the cache: hf download org/name."
+    )
     convert("inspect", address).refused(words)
     uptrain("plan", address, "--steps", 4).refused(words)
     uptrain("prepare", "--data", "x", "--tokenizer", address, "--out", tmp_path / "out").refused(words)

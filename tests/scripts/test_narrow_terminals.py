@@ -8,11 +8,16 @@ import pytest
 import real_runs
 import tiny
 import written_runs
+from tiny_tokenizers import make_tokenizer
 
 PLAN = (
     "--alpha", "0.05", "--original-tokens", "2T", "--lr", "1e-3", "--global-batch-tokens", "4M", "--seq-len", "4000",
     "--teacher", "parent", "--processes", "8",
 )  # fmt: skip
+
+
+LONG = "-".join(f"part{number}" for number in range(16))
+"""A name of more than 80 columns."""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,8 @@ def large(tmp_path_factory):
     shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 128}
     for seed, name in enumerate(("s", "parent")):
         tiny.save(tiny.build(seed=seed, intermediate_size=32, **shape), folder / name)
+    make_tokenizer(folder / "s", 300)
+    (folder / f"{LONG}.txt").write_text("A text to read. " * 100)
     records = [written_runs.with_teacher(0, 5.0), *(written_runs.step(n + 1, 3.0) for n in range(50))]
     records.append(written_runs.with_teacher(50, 2.75))
     written_runs.write_run(folder / "run", records, {"status": "finished", "step": 50, "reason": "finished", "pid": 1})
@@ -40,6 +47,11 @@ def large(tmp_path_factory):
         ),
         ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean"], ["merged", "\n  uptrain run o "]),
         ("uptrain", ["plan", "s", *PLAN], ["100,000,000,000"]),
+        (
+            "uptrain",
+            ["prepare", "--data", f"{LONG}.txt", "--tokenizer", "s", "--seq-len", "16", "--out", "cache"],
+            ["part0-part1", "-part15.txt "],
+        ),
         ("uptrain", ["status", "run"], ["50 of 50", "recovered fraction"]),
     ],
 )
@@ -49,6 +61,19 @@ def test_output_fits_80_columns(large, program, arguments, words):
     assert max(map(len, shown.splitlines())) <= 80, shown
     assert "…" not in shown
     assert all(word in shown for word in words), shown
+
+
+@pytest.mark.parametrize("columns", ["0", "40", "66"])
+def test_a_narrower_terminal_loses_no_number(large, columns):
+    """It wraps the lines of 80 columns."""
+    command = [sys.executable, "-m", "convert", "inspect", "s", "--heads"]
+    shown = [
+        subprocess.run(
+            command, cwd=large, env={**real_runs.environment(), "COLUMNS": each}, capture_output=True, check=True
+        ).stdout
+        for each in (columns, "80")
+    ]
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "llava", "qwen3_moe", "phi3"])

@@ -30,8 +30,9 @@ def write_report(folders: Sequence[Path], out: Path | None) -> tuple[Path, Path]
     names = [printable(folder.resolve().name) for folder in folders]
     if len(set(names)) < len(names):
         names = [printable(str(folder)) for folder in folders]
-    replace_file(picture, draw_png(histories, names))
-    replace_file(page, make_page(histories, names, draw_svgs(histories, names)).encode())
+    png, html = draw_png(histories, names), make_page(histories, names, draw_svgs(histories, names)).encode()
+    replace_file(page, html)  # first: where it is, the same command replaces the picture too
+    replace_file(picture, png)
     return page, picture
 
 
