@@ -100,7 +100,7 @@ def _resumable(staging: Staging, inputs: Mapping[str, object]) -> Iterator[None]
             yield
         except (OSError, RunError) as error:
             kind = OSError if isinstance(error, OSError) else RunError
-            raise kind(f"{error}; {advice()}.") from error
+            raise kind(f"{str(error).rstrip('.')}; {advice()}.") from error
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(advice()) from error
         except InputError:

@@ -5,12 +5,10 @@
 # GPUS=4 uses 4 of them. LAYOUT=ddp uses replicas instead of shards: faster, if `uptrain plan` shows that DDP fits.
 set -eu
 configs=$(cd "$(dirname "$0")" && pwd)/launch/accelerate
-available=$(python -c 'import torch; print(torch.accelerator.device_count())')
-gpus=${GPUS:-$available}
 layout=${LAYOUT:-fsdp2}
-case $gpus in
+case ${GPUS:-} in
     *[!0-9]*)
-        echo "Error: GPUS=$gpus is not a number of GPUs; give 4, for example." >&2
+        echo "Error: GPUS=$GPUS is not a number of GPUs; give 4, for example." >&2
         exit 2 ;;
 esac
 case $layout in
@@ -19,16 +17,14 @@ case $layout in
         echo "Error: LAYOUT=$layout is unknown; choose ddp or fsdp2." >&2
         exit 2 ;;
 esac
-if [ -n "${GPUS:-}" ] && [ "$gpus" -eq 0 ]; then
-    echo "Error: GPUS=$gpus; give at least 1, or leave it out to use all GPUs." >&2
-    exit 2
-fi
-if [ "$gpus" -eq 0 ]; then
+available=$(python -c 'import torch; print(torch.accelerator.device_count())')
+gpus=${GPUS:-$available}
+if [ "$available" -eq 0 ]; then
     echo "Error: this machine has no GPU; start \`uptrain\` as it is, or scripts/uptrain_multi_cpu.sh." >&2
     exit 2
 fi
-if [ "$gpus" -gt "$available" ]; then
-    echo "Error: GPUS=$gpus, but torch finds $available; give at most as many." >&2
+if [ "$gpus" -eq 0 ] || [ "$gpus" -gt "$available" ]; then
+    echo "Error: GPUS=$gpus, but torch finds $available; give 1 to $available, or leave it out to use all." >&2
     exit 2
 fi
 # accelerate does not pass signals on to a single process, which then would not save.

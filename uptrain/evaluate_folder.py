@@ -82,7 +82,9 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     if is_sharded(accelerator):
         raise InputError("evaluating with FSDP is part of `uptrain run`; start this command without it.")
     cache = _open_data(options, seq_len, accelerator, scratch, quiet)
-    with device_errors_as_run_error(accelerator, "give --micro-batch 1, or another --device."):
+    advice = "give --micro-batch 1, or " if options.micro_batch != 1 else ""
+    advice += "use another --device." if accelerator.num_processes == 1 else "use devices with more."
+    with device_errors_as_run_error(accelerator, advice):
         models = _load_models(options, cache, precision, accelerator)
         loss_module = accelerator.prepare_model(models, evaluation_mode=True)
         size = options.micro_batch or min(

@@ -102,7 +102,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
                 cache.verify(advance)
         with console.progress_bar("Computing logits", n_missing, quiet, unit="windows") as advance:
             advice = "set ACCELERATE_USE_CPU=true to continue on the CPU"
-            with out_of_memory_as_run_error(choose_device(AUTO_DEVICE).type, advice):
+            with out_of_memory_as_run_error(str(choose_device(AUTO_DEVICE)), advice):
                 _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
             part = f"{own_shard.number}/{own_shard.of}"

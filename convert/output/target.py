@@ -12,8 +12,8 @@ from model.files.names import CONVERSION_RECORD, RUN_JSON
 from model.files.paths import check_name, lies_in
 from model.files.staging import AREAS, Staging, check_out
 
-HARMLESS_FILES = (
-    *WEIGHTS, "*.index.json", *MODEL_FILES, "*.json", "*.jinja", ".gitattributes", ".DS_Store",
+CHECKPOINT_FILES = (
+    *WEIGHTS, *MODEL_FILES, "*.json", "*.jinja", ".gitattributes", ".DS_Store",
 )  # fmt: skip
 """Files that a checkpoint folder of another program may hold."""
 
@@ -75,8 +75,8 @@ def _is_checkpoint(folder: Path) -> bool:
 def _other_work(folder: Path) -> str:
     """Return the name of something in a folder that no conversion writes, or "": version control, runs, weights.
 
-    A conversion copies whatever lies beside the source's weights. So a folder with a groupwise.json may hold any file,
-    and another one those of a model.
+    A conversion copies whatever lies beside the source's weights, but no hidden files. So a folder with a
+    groupwise.json may hold any other file, and another one those of a model.
     """
     any_file = (folder / CONVERSION_RECORD).is_file()
     for path in sorted(folder.rglob("*")):
@@ -86,7 +86,7 @@ def _other_work(folder: Path) -> str:
             is_other = is_other or (not in_subfolder and _matches(path, SKIPPED_FOLDERS))
         else:  # `.git` is a file in a worktree of git
             is_other = path.name in (RUN_JSON, ".git") or (in_subfolder and _matches(path, WEIGHTS))
-            is_other = is_other or not (any_file or _matches(path, HARMLESS_FILES))
+            is_other = is_other or not (_matches(path, CHECKPOINT_FILES) or (any_file and path.name[0] != "."))
         if is_other:
             return str(path.relative_to(folder))
     return ""

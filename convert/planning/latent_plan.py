@@ -198,9 +198,9 @@ def _notes_on_kernels(kv_lora_rank: int, qk_rope_head_dim: int) -> Iterator[str]
         return
     size = f"{kv_lora_rank} + {qk_rope_head_dim}"
     everywhere, on_some_gpus = (f"{latent} + {rope}" for latent, rope in FAST_KERNEL_SIZES)
-    others = "" if size == on_some_gpus else f", and not for {size}"
+    not_for_this = "" if size == on_some_gpus else f", and not for {size}"
     yield (
-        f"vLLM has fast kernels of latent attention for {everywhere} and, on some GPUs, {on_some_gpus}{others}. On a "
-        "GPU its Triton kernel takes any size (read in its source, not run)."
+        f"vLLM has fast kernels of latent attention for {everywhere} and, on some GPUs, {on_some_gpus}{not_for_this}. "
+        "On a GPU its Triton kernel takes any size (read in its source, not run)."
     )
     yield f"on a CPU, vLLM needs VLLM_MLA_DISABLE=1 for {size}, and then caches full keys and values."

@@ -149,11 +149,13 @@ def _look_elsewhere(folder: Path) -> str:
     for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
-    if inside := sorted(folder.glob("*/config.json")):
-        return f" Did you mean {inside[0].parent}?"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):
         return f" It is a checkpoint of Megatron; {MEGATRON_ADVICE}"
-    return ""
+    if os.path.lexists(folder / "config.json") or weights_in(folder):
+        return ""
+    inside = [path.parent for path in sorted(folder.glob("*/config.json")) if weights_in(path.parent)]
+    inside = [path for path in inside if not any(fnmatch(path.name, pattern) for pattern in SKIPPED_FOLDERS)]
+    return f" Did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
 
 
 def refuse_lfs_pointer(path: Path) -> None:

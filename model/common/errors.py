@@ -45,6 +45,10 @@ class RunError(Exception):
     """Work stopped midway; the message states the reason in one line. The command line exits with code 1."""
 
 
+class LostProcessError(RunError):
+    """Another process of a run is unreachable, probably because it has ended."""
+
+
 class RankError(RunError):
     """One of many processes stopped for a reason of its own, so this process prints the message itself."""
 
@@ -64,13 +68,12 @@ def is_device_error(error: BaseException) -> bool:
 def is_lost_process(error: BaseException) -> bool:
     """Return whether an error means that another process of a training is unreachable, probably because it has ended.
 
-    gloo raises a RuntimeError that names its source file, NCCL a DistBackendError, also where it was called wrongly.
-    NCCL's watchdog may also end the process itself, after the timeout of collectives, and the launcher 30 seconds
-    after another process has failed.
+    gloo raises a RuntimeError that names its source file, NCCL a DistBackendError. NCCL's watchdog may also end the
+    process itself, after the timeout of collectives, and the launcher 30 seconds after another process has failed.
     """
     is_torchs = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    was_called_wrongly = is_shared_gpu(error) or "invalid usage" in str(error)
-    return isinstance(error, RuntimeError) and not was_called_wrongly and (is_torchs or "gloo/transport" in str(error))
+    is_lost = isinstance(error, RuntimeError) and (is_torchs or "gloo/transport" in str(error))
+    return isinstance(error, LostProcessError) or (is_lost and not is_shared_gpu(error))
 
 
 def is_shared_gpu(error: BaseException) -> bool:

@@ -68,11 +68,11 @@ def prints_errors() -> bool:
 
 
 def leave_message(message: str) -> None:
-    """Write the message of this process's error for the launcher, if it asks for messages."""
+    """Write the message of this process's error for the launcher, if it asks for messages. torchrun does not."""
     if folder := os.environ.get(MESSAGES):
         name = FIRST if is_local_main_process() else os.environ.get("RANK", "")
         with suppress(OSError):
-            (Path(folder) / name).write_text(message, encoding="utf-8")
+            (Path(folder) / name).write_text(message, encoding="utf-8", errors="backslashreplace")
 
 
 def _variable(name: str, default: int, least: int) -> int:

@@ -147,7 +147,7 @@ def show(
     """Print the continuation of a prompt while it is generated, then the speeds and the size of the KV cache."""
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
         raise CheckpointError("the prompt is not valid UTF-8; give it in the encoding of the terminal.")
-    model, tokenizer = load_model(folder, device=str(find_device(device))), open_tokenizer(folder)
+    model, tokenizer = load_model(folder, device=device), open_tokenizer(folder)
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"{folder}: {NOT_NATIVE}")
     model.prepack()

@@ -42,17 +42,17 @@ def differences(plan: Plan, lines: list[Result]) -> tuple[str, str]:
     cases = all_cases(Workspace(plan, work=Path(), texts=None))
     planned = {key(case, stage) for case in cases for stage in case.stages}
     recorded = {key_of_line(line): line for line in lines}
-    beyond = counted(recorded.keys() - planned, planned)
-    lacking = counted(planned - recorded.keys(), recorded)
+    beyond = count_differences(recorded.keys() - planned, planned)
+    lacking = count_differences(planned - recorded.keys(), recorded)
     measures = measures_of(plan)
     for line in (recorded[figure] for figure in planned & recorded.keys()):
         unasked = (MEASURES - {"curve"} - measures) & line.keys()  # a curve is no measure that a plan names
         beyond.update(f"with {name} that the plan lacks" for name in unasked)
         lacking.update(f"without {name}" for name in measures - line.keys())
-    return show(beyond, len(recorded)), show(lacking, len(planned))
+    return describe(beyond, len(recorded)), describe(lacking, len(planned))
 
 
-def counted(figures: Iterable[Key], others: Iterable[Key]) -> Counter[str]:
+def count_differences(figures: Iterable[Key], others: Iterable[Key]) -> Counter[str]:
     """Return how many figures differ from all others, by what differs."""
     return Counter(difference(figure, list(others)) for figure in figures)
 
@@ -66,6 +66,6 @@ def difference(figure: Key, others: list[Key]) -> str:
     return "with other uptrainings"
 
 
-def show(counts: Counter[str], total: int) -> str:
+def describe(counts: Counter[str], total: int) -> str:
     named = ", ".join(f"{n} {name}" for name, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     return f"of {total:,}: {named}" if named else "–"

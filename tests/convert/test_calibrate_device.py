@@ -79,27 +79,31 @@ def test_too_little_memory_on_the_device(convert, parent, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(convert_layers, "refit_output", fail)
         result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit")
-    words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
+    words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu; finished work is kept"
     assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.groupwise", "source"]
     convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *FIT, "--refit").succeeded()
 
 
 @pytest.mark.parametrize(
-    ("work", "options"),
+    ("work", "options", "end"),
     [
-        ("convert.estimates.merge._measure", FIT),
-        ("convert.calibration.generated_text._Generator", ("--calibration", "self", *FIT)),
+        ("convert.estimates.merge._measure", FIT, "."),
+        (
+            "convert.calibration.generated_text._Generator",
+            ("--calibration", "self", *FIT),
+            "; nothing is finished yet, and the same command starts again.",
+        ),
     ],
 )
-def test_too_little_memory_before_the_first_layer(convert, parent, tmp_path, monkeypatch, work, options):
+def test_too_little_memory_before_the_first_layer(convert, parent, tmp_path, monkeypatch, work, options, end):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     monkeypatch.setattr(work, fail)
     result = convert("mha-to-gqa", parent, tmp_path / "out", "--groups", 2, *options)
-    words = "Error: cpu has too little memory (CUDA out of memory); continue with --device cpu."
-    assert (result.code, words in result.err, result.err.count("\n")) == (1, True, 1)
+    line = f"Error: cpu has too little memory (CUDA out of memory); continue with --device cpu{end}\n"
+    assert (result.code, result.err) == (1, line)
 
 
 def test_times_wait_for_the_device(monkeypatch):

@@ -100,6 +100,8 @@ def test_no_config(refuse_source, source):
 
 def test_a_folder_above_the_checkpoint(refuse_path, source, tmp_path):
     refuse_path(tmp_path, f"itself holds no weights. Did you mean {source}?")
+    (tmp_path / "config.json").touch()  # then what is wrong here is said
+    refuse_path(tmp_path, "config.json is not valid JSON")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "meta/consolidated.00.pth"])

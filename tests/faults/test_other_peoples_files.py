@@ -181,3 +181,5 @@ def test_overwriting_takes_hidden_files_that_are_no_work(convert, source, tmp_pa
         (out / name).write_text("x")
     convert("mha-to-gqa", source, out, *MEAN, "--overwrite").succeeded()
     assert not (out / ".DS_Store").exists()
+    (out / ".env").write_text("TOKEN=precious")
+    convert("mha-to-gqa", source, out, *MEAN, "--overwrite").refused("such as .git or a training run (here: .env)")

@@ -122,7 +122,7 @@ def test_a_lack_of_memory_in_a_run_is_one_line(uptrain, runs, tmp_path, monkeypa
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate", lacking)
     result = uptrain("evaluate", runs.inputs["model"], "--data", runs.inputs["data"])
     assert (result.code, result.err.splitlines()[-1][:26]) == (1, "Error: not enough memory (")
-    assert result.err.endswith(" for the models; give --micro-batch 1, or another --device.\n")
+    assert result.err.endswith(" for the models; give --micro-batch 1, or use another --device.\n")
 
 
 def test_a_lack_of_memory_while_a_checkpoint_is_read(uptrain, distilled, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def _print_others(messages: Path) -> None:
     """Print the messages of processes that the first process on this machine has not printed."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in messages.iterdir()}
     printed = {texts.pop(FIRST, "")}
-    for rank, text in sorted(texts.items()):
+    for rank, text in sorted(texts.items(), key=lambda item: int(item[0])):
         if text not in printed:
             echo_line(f"Error: process {rank}: {text}")
         printed.add(text)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from model.common.errors import InputError, RankError, RunError, is_device_error, is_lost_process, is_out_of_memory
+from model.common.errors import (
+    InputError,
+    LostProcessError,
+    RankError,
+    RunError,
+    is_device_error,
+    is_lost_process,
+    is_out_of_memory,
+)
 from model.common.printable import first_sentence, one_line
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.tensors import SaveError
@@ -54,7 +62,7 @@ def explain_error(error: Exception, folder: Path, step: int, accelerator: Accele
         )
         return _own_error(text, accelerator)
     if is_lost_process(error):
-        return RunError(
+        return LostProcessError(
             f"after step {step}, another process cannot be reached; {hint}. If it failed, it has printed why "
             f"({first_sentence(_without_place(error))})."
         )
