@@ -1,10 +1,13 @@
 """Read the variables by which a launcher tells a process its number, and the number of processes; answer it.
 
 torchrun and `accelerate launch` set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-`uptrain.distributed.launcher` also names a folder, where each process leaves the message of its error.
+Each process leaves the message of its error where its launcher looks: `uptrain.distributed.launcher` names a folder,
+torchrun a file.
 """
 
+import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +17,8 @@ MESSAGES = "GROUPWISE_MESSAGES"
 """The variable that names the folder of messages."""
 FIRST = "first"
 """The message of the first process on a machine, which it has also printed. Others are called by their RANK."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable by which torchrun, which `accelerate launch` calls, names the file of one process's error."""
 _SINGLE = "-1"
 """LOCAL_RANK of a single process, by older launchers."""
 
@@ -68,11 +73,20 @@ def prints_errors() -> bool:
 
 
 def leave_message(message: str) -> None:
-    """Write the message of this process's error for the launcher, if it asks for messages. torchrun does not."""
+    """Write the message of this process's error for the launcher, which prints it at its end.
+
+    torchrun reads the JSON that `torch.distributed.elastic.multiprocessing.errors.ProcessFailure` expects.
+    """
     if folder := os.environ.get(MESSAGES):
         name = FIRST if is_local_main_process() else os.environ.get("RANK", "")
         with suppress(OSError):
             (Path(folder) / name).write_text(message, encoding="utf-8", errors="backslashreplace")
+    elif name := os.environ.get(ERROR_FILE):
+        content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        complete = Path(f"{name}.complete")  # torchrun ends with a traceback at half a file
+        with suppress(OSError):
+            complete.write_text(json.dumps(content), encoding="ascii")
+            complete.replace(name)
 
 
 def _variable(name: str, default: int, least: int) -> int:

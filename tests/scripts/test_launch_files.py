@@ -1,6 +1,7 @@
 """The files that start many processes: keys that accelerate knows, shells that parse, and arguments passed on whole."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from commands import Result
 from torch.distributed.run import get_args_parser
 
+from model.common.launcher_variables import MESSAGES
 from uptrain.distributed import launcher
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -163,6 +165,7 @@ def test_the_launcher_passes_signals_on(monkeypatch, nohup):
     monkeypatch.setattr(launcher, "launch_command", launch_command)
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    monkeypatch.setenv(MESSAGES, "")
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         assert launcher.main(["script.py"]) == 0
@@ -171,10 +174,13 @@ def test_the_launcher_passes_signals_on(monkeypatch, nohup):
     assert started == [(SIGNALS.replace("SIGHUP,", "") if nohup else SIGNALS, "600")]
 
 
-def launch(script):
-    """Run a script in two processes by the project's launcher."""
+def launch(script, by_torchrun=False):
+    """Run a script in two processes by the project's launcher, or by torchrun."""
     options = ("--config_file", SCRIPTS / "launch/accelerate/ddp.yaml", "--num_processes", 2, "--main_process_port", 0)
-    command = [sys.executable, "-m", "uptrain.distributed.launcher", *map(str, options), script]
+    program = ["uptrain.distributed.launcher", *map(str, options)]
+    if by_torchrun:
+        program = ["torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", *program, script]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=SCRIPTS.parent)
 
@@ -198,19 +204,32 @@ def test_the_launcher_ends_as_the_process_that_failed(tmp_path, action, code, li
     assert any(given.startswith(line) for given in result.stderr.splitlines()), result.stderr
 
 
-@pytest.mark.parametrize(("who", "line"), [("rank == 1", "Error: process 1: no room."), ("True", "Error: no room.")])
-def test_the_launcher_prints_an_error_that_only_another_process_has(tmp_path, who, line):
-    """The first process prints those that all have."""
-    script = tmp_path / "script.py"
+def write_failing_script(folder, who):
+    """Write the script of a command that refuses its input in some processes, and waits in the others."""
+    script = folder / "script.py"
     script.write_text(
         "import os, time, click\nfrom model.common import console\nfrom model.common.errors import InputError\n"
         "@click.command()\ndef command():\n    rank = int(os.environ['RANK'])\n"
         f"    if {who}:\n        raise InputError('no room.')\n    time.sleep(60)\n"
         "console.run(command, launched=True)\n"
     )
-    result = launch(script)
+    return script
+
+
+@pytest.mark.parametrize(("who", "line"), [("rank == 1", "Error: process 1: no room."), ("True", "Error: no room.")])
+def test_the_launcher_prints_an_error_that_only_another_process_has(tmp_path, who, line):
+    """The first process prints those that all have."""
+    result = launch(write_failing_script(tmp_path, who))
     assert result.returncode == 2
     assert [given for given in result.stderr.splitlines() if "room" in given] == [line], result.stderr
+
+
+def test_torchrun_prints_an_error_that_only_another_process_has(tmp_path):
+    """As in a job of Slurm, in its own table of failures."""
+    result = launch(write_failing_script(tmp_path, "rank == 1"), by_torchrun=True)
+    assert result.returncode == 1
+    table = result.stderr.partition("FAILED")[2]
+    assert re.search(r"rank +: 1\b", table) and "no room." in table, result.stderr
 
 
 JOB = {
