@@ -3,7 +3,7 @@
 Letters: N windows, B windows in a batch, T tokens, M hidden size, H query heads, D head_dim, C = H · D.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -43,3 +43,12 @@ def squared_error(layer: CalibrationLayer, weights: HeadWeights | LatentWeights,
         out_BTM = heads_out(layer, weights, layer.inputs(batch)) @ weights.o_MC.T
         total += float(to_float64(original_output(layer, batch) - out_BTM).square().sum())
     return total
+
+
+def relative_error(
+    layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Sequence[int]
+) -> float | None:  # fmt: skip
+    """Return the squared output error of a converted layer ÷ the original's squared output; None if that is 0."""
+    batches = layer.windows.batches(list(windows))
+    of_original = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches)
+    return squared_error(layer, weights, windows) / of_original if of_original else None

@@ -12,6 +12,7 @@ from convert.calibration_text.text import user_texts
 from convert.commands import tables
 from convert.commands.options import OutputOptions
 from convert.merging.methods import HEAD_METHODS
+from convert.output.groupwise_json import LAYER_ERRORS
 from convert.output.target import staging_for
 from convert.planning.calibration_options import warn_of_unused_seed
 from convert.planning.latent_plan import LatentPlan, make_latent_plan
@@ -89,7 +90,8 @@ def _convert(
         plan, record = conversion.run(checkpoint, plan, staging, output.workers, output.as_json)
     summary = about | plan.summary(output.workers) | extras
     if output.as_json:
-        console.print_json({**summary, "merge_report": record["merge_report"]})
+        kept = ("merge_report", LAYER_ERRORS)
+        console.print_json({**summary, **{key: record[key] for key in kept if key in record}})
         return
     summary["notes"] = [note for note in plan.notes if note not in announced]
     _print_result(checkpoint, out, plan, summary, record)
@@ -109,9 +111,9 @@ def _print_result(
         console.echo("The number of K/V heads is unchanged.")
     elif plan.recipe.method in HEAD_METHODS:  # the other methods fit heads, so that cosines and norms say little
         tables.print_merge_report(record["merge_report"])
-    tables.print_plan(summary, done=True)
+    tables.print_plan(summary, done=True, layer_errors=record.get(LAYER_ERRORS, []))
     source, written = shlex.quote(summary["source"]), shlex.quote(str(out))
-    console.echo(f"\nWrote {out}. Check it with: convert verify {source} {written}")
+    console.echo(f"\nWrote {out}.")
     text = plan.recipe.text
     if text and user_texts(text.name):
         console.echo(
@@ -119,11 +121,13 @@ def _print_result(
             "private, remove this file before you publish the folder."
         )
     if plan.is_exact:
-        return
-    if obstacle := _find_obstacle(checkpoint, plan.geometry):
+        pass
+    elif obstacle := _find_obstacle(checkpoint, plan.geometry):
         console.echo(f"It has {obstacle}, so uptrain does not measure or train it.")
-        return
-    _print_next_steps(checkpoint, source, written)
+    else:
+        _print_next_steps(checkpoint, source, written)
+    long = ", which takes as long as the conversion" if text else ""
+    console.echo(f"Check the files{long}:\n  convert verify {source} {written}")
 
 
 def _print_next_steps(checkpoint: Checkpoint, source: str, written: str) -> None:
@@ -171,4 +175,4 @@ def _estimate(checkpoint: Checkpoint, plan: Plan, quiet: bool) -> dict[str, Any]
             "with a higher loss.",
             err=True,
         )
-    return {"device": plan.recipe.device, "calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}
+    return {"device": plan.recipe.device, "estimated_calibration_seconds": seconds, "scratch_bytes": plan.scratch_bytes}

@@ -1,6 +1,7 @@
 """Print the plan and the result of a conversion as tables, with rich. `--json` prints JSON instead."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from model.checkpoint.tensor import layer_number
@@ -9,8 +10,8 @@ from model.common.counts import counted
 from model.common.printable import one_line
 
 
-def print_plan(planned: dict[str, Any], done: bool = False) -> None:
-    """Print a plan's summary, with estimates unless it is `done`."""
+def print_plan(planned: dict[str, Any], done: bool = False, layer_errors: Sequence[dict[str, Any]] = ()) -> None:
+    """Print a plan's summary, with estimates unless it is `done`. `layer_errors`: those of `groupwise.json`."""
     cache = planned["kv_cache_bytes_per_token"]
     verb, verb_done = {"repeat": ("repeat", "repeated"), "latent": ("compute", "computed")}.get(
         planned["method"], ("merge", "merged")
@@ -27,6 +28,7 @@ def print_plan(planned: dict[str, Any], done: bool = False) -> None:
             ("KV cache per token", f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])} (16 bit)"),
             *([] if done else [("peak memory, estimate", format_bytes(planned["peak_memory_bytes"]))]),
             *_calibration(planned, done),
+            *_layer_errors(layer_errors),
             *([("not copied", ", ".join(map(one_line, planned["left_out"])))] if planned["left_out"] else []),
             *(("note", note) for note in planned["notes"]),
         ],
@@ -50,9 +52,18 @@ def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
     if not text:
         return []
     n_tokens = text["windows"] * text["window"]
-    time, room = format_duration(planned["calibration_seconds"]), format_bytes(planned["scratch_bytes"])
+    time, room = format_duration(planned["estimated_calibration_seconds"]), format_bytes(planned["scratch_bytes"])
     work = f"{n_tokens:,} tokens on {planned['device']}"
     return [("calibration", work if done else f"{work}, estimate {time}, with {room} of temporary disk space")]
+
+
+def _layer_errors(entries: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the row of the layers' output errors: their mean, and the largest with its layer."""
+    errors = [(entry["output_error"], entry["tensor"]) for entry in entries if entry["output_error"] is not None]
+    if not errors:
+        return []
+    mean, (largest, tensor) = sum(error for error, _ in errors) / len(errors), max(errors)
+    return [("attention's error", f"{mean:.1%} on average, at most {largest:.1%} (layer {layer_number(tensor)})")]
 
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:

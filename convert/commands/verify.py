@@ -26,7 +26,7 @@ def command(source: Path, out: Path, device: str, as_json: bool) -> None:
 
     Recompute every merged tensor, and compare all other tensors, config.json, groupwise.json and the other files. The
     exit code is 0 if all agree, 3 if anything differs, and 4 if something could not be compared, for instance because
-    OUT lacks the tokens it was calibrated on.
+    OUT lacks the tokens it was calibrated on. If OUT was calibrated, this takes as long as the conversion.
     """
     from convert.verification.verify import verify
     from model.checkpoint import open_checkpoint

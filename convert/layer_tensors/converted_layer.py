@@ -27,6 +27,9 @@ class ConvertedLayer:
     clipped: tuple[int, int] = (0, 0)
     """How many queries, keys and values of the calibration text the model clips, and how many there are; zeros
     where they were not counted."""
+    output_error: float | None = None
+    """The squared error of its attention's output on the validation text ÷ the squared output of the original; None
+    without a text, or if the original's output is 0."""
 
 
 class LayerConversion(Protocol):

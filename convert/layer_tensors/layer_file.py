@@ -1,7 +1,10 @@
 """Write a layer that the calibration has computed into a file, and read it again."""
 
 import json
+import math
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,9 @@ def save_layer(layer: ConvertedLayer, conversion: LayerConversion, folder: Path)
         text = json.dumps({name: [asdict(report) for report in reports] for name, reports in layer.reports.items()})
         arrays: dict[str, Any] = {name: values.reshape(-1).view(np.uint8) for name, values in layer.tensors.items()}
         forms = json.dumps({name: [values.dtype.name, values.shape] for name, values in layer.tensors.items()})
-        np.savez(file, reports=np.array(text), forms=np.array(forms), clipped=np.array(layer.clipped), **arrays)
+        error = np.array(math.nan if layer.output_error is None else layer.output_error)
+        clipped = np.array(layer.clipped)
+        np.savez(file, reports=np.array(text), forms=np.array(forms), clipped=clipped, output_error=error, **arrays)
     sync_file(partial)
     partial.rename(folder / conversion.file)
 
@@ -35,24 +40,41 @@ _READING = threading.Lock()
 
 
 def load_layer(conversion: LayerConversion, folder: Path) -> ConvertedLayer:
-    """Read a layer that `save_layer` wrote.
+    """Read a layer that `save_layer` wrote. Raises RunError as `load_output_error` does."""
+    with _open_layer(folder / conversion.file) as file:
+        reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
+        n_clipped, n_values = map(int, file["clipped"])
+        dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
+        tensors = {
+            name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1]) for name in conversion.tensor_names
+        }
+        output_error = _output_error(file)
+    groups = {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
+    return ConvertedLayer(tensors, groups, (n_clipped, n_values), output_error)
+
+
+def load_output_error(conversion: LayerConversion, folder: Path) -> float | None:
+    """Read the output error of a layer that `save_layer` wrote.
 
     Raises RunError if the file is missing or damaged, and removes it and FINISHED, so that the next run computes it.
     """
-    path = folder / conversion.file
+    with _open_layer(folder / conversion.file) as file:
+        return _output_error(file)
+
+
+def _output_error(file: Mapping[str, Any]) -> float | None:
+    error = float(file["output_error"])
+    return None if math.isnan(error) else error
+
+
+@contextmanager
+def _open_layer(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Open the file of a layer. Raises RunError, and removes it and FINISHED, if it is missing or damaged."""
     try:
         # numpy would leave a damaged file open.
         with _READING, path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            reports, forms = (json.loads(str(file[key])) for key in ("reports", "forms"))
-            n_clipped, n_values = map(int, file["clipped"])
-            dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES.values()}
-            tensors = {
-                name: file[name].view(dtypes[forms[name][0]]).reshape(forms[name][1])
-                for name in conversion.tensor_names
-            }
+            yield file
     except (BadZipFile, EOFError, FileNotFoundError, KeyError, ValueError) as error:
-        for left in (folder / FINISHED, path):
+        for left in (path.parent / FINISHED, path):
             left.unlink(missing_ok=True)
         raise RunError(f"{path} is damaged ({error!r}); the same command computes it again") from error
-    groups = {name: [GroupReport(**report) for report in entries] for name, entries in reports.items()}
-    return ConvertedLayer(tensors, groups, (n_clipped, n_values))

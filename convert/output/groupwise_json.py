@@ -3,13 +3,14 @@
 The record contains no times and no paths, so the same conversion gives the same bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from convert.layer_tensors.converted_layer import GroupReport
+from convert.layer_tensors.converted_layer import GroupReport, LayerConversion
+from convert.layer_tensors.layer_file import load_output_error
 from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
@@ -21,6 +22,8 @@ from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.files.staging import Staging
 
 SCHEMA = 1
+LAYER_ERRORS = "layer_errors"
+"""The key of the layers' output errors. Only the record of a calibrated conversion has it."""
 
 
 def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[str, Any]:
@@ -41,6 +44,7 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         "geometry": planned["geometry"],
         "versions": {name: version(name) for name in _packages(plan)},
         "merge_report": _merge_report(plan, staging),
+        **_layer_errors(plan, staging),
         "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
 
@@ -79,6 +83,22 @@ def _merge_report(plan: Plan, staging: Staging) -> list[dict[str, Any]]:
             **average_reports(GroupReport(**group) for group in reports[heads.label]),
         }
         for heads in plan.reported_heads
+    ]
+
+
+def _layer_errors(plan: Plan, staging: Staging) -> dict[str, Any]:
+    """Return `layer_errors`: the output error of each layer that a text converted."""
+    if plan.recipe.text is None or not plan.conversions:
+        return {}
+    return {LAYER_ERRORS: layer_errors(plan.conversions, staging.scratch)}
+
+
+def layer_errors(conversions: Sequence[LayerConversion], folder: Path) -> list[dict[str, Any]]:
+    """Read the output errors of layers that the calibration wrote into a folder, each rounded to six digits."""
+    errors = [load_output_error(conversion, folder) for conversion in conversions]
+    return [
+        {"tensor": conversion.tensor_names[0], "output_error": None if error is None else float(f"{error:.6g}")}
+        for conversion, error in zip(conversions, errors, strict=True)
     ]
 
 
@@ -127,6 +147,7 @@ def _check(content: dict[str, Any]) -> None:
         check_types(file, {"name": str, "sha256": str}, f"source.files[{i}]")
     for i, entry in enumerate(content["merge_report"]):
         check_types(entry, {"tensor": str}, f"merge_report[{i}]")
+    check_types({LAYER_ERRORS: content.get(LAYER_ERRORS, [])}, {LAYER_ERRORS: tuple[dict[str, Any], ...]})
     if content.get("calibration") is not None:
         check_types(content, {"calibration": dict})
         calibration = {"text": str, "sha256_of_ids": str, "windows": int, "window": int}

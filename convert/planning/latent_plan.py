@@ -177,10 +177,11 @@ def _notes(sizes: LatentSizes, recipe: LatentRecipe, source_rope: SourceRope) ->
             if recipe.pair_indices is None and source_rope.is_plain
             else "the rotated key has frequencies of its own (rope_type longrope)."
         )
+        yield "llama.cpp computes rope_type longrope wrongly, without a message; for it, use --frequencies stock."
         yield (
             "rope_type longrope: transformers 5 computes such frequencies, and vLLM with --model-impl transformers; "
-            "vLLM's own code of DeepSeek-V3 and SGLang do not, and llama.cpp computes other frequencies without a "
-            "message. transformers warns of an unrecognised key, beta_fast, which is harmless: there it has no use, "
+            "vLLM's own code of DeepSeek-V3 and SGLang do not. transformers warns of an unrecognised key, "
+            "beta_fast, which is harmless: there it has no use, "
             "and it makes vLLM's own code stop."
         )
     if sizes.norm == "bias":

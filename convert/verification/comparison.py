@@ -55,3 +55,5 @@ class Comparison:
     """The results so far."""
     reports: dict[str, list[GroupReport]] = field(default_factory=dict)
     """Of heads that were recomputed and agree in every byte: the report on each group, by `Heads.label`."""
+    layer_errors: list[dict[str, Any]] = field(default_factory=list)
+    """Of layers that the calibration has recomputed: `layer_errors`, as `groupwise.json` holds them."""

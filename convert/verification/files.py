@@ -5,7 +5,7 @@ from math import isclose
 from typing import Any
 
 from convert.merging.recipe import MergeRecipe
-from convert.output.groupwise_json import average_reports, planned_record
+from convert.output.groupwise_json import LAYER_ERRORS, average_reports, planned_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
 from convert.verification.comparison import Comparison
@@ -18,10 +18,14 @@ from model.files.write import has_content
 
 OF_THE_HUB = (".gitattributes", ".gitignore", ".git/", ".cache/")
 """What git and the Hugging Face Hub add to a folder that is uploaded or downloaded."""
-REST_OF_RECORD = {"schema", "source", "groups", "geometry", "versions", "merge_report", "sha256"}
+REST_OF_RECORD = {"schema", "source", "groups", "geometry", "versions", "merge_report", LAYER_ERRORS, "sha256"}
 """The keys of the record besides the recipe's. Versions are those of the machine that converted."""
 REPORT_TOL = 1e-4
 """Tolerance of norms and cosines in the report. Another processor sums float32 in another order."""
+ERROR_TOL = 0.05
+"""Relative tolerance of a layer's output error, which another processor changes as it changes the layer."""
+SMALL_ERROR = 1e-4
+"""Absolute tolerance of an output error. The error of a layer without loss is one of rounding."""
 
 
 def compare_files(comparison: Comparison) -> None:
@@ -36,6 +40,7 @@ def _compare_record(comparison: Comparison) -> None:
     source, plan, record = comparison.source, comparison.plan, comparison.record
     differences = comparison.findings.differences
     _compare_report(comparison)
+    _compare_layer_errors(comparison)
     if record["sha256"].keys() != {name for name, tensor in plan.computed.items() if tensor.layer is not None}:
         differences.append(f"{CONVERSION_RECORD} does not hold the checksums of exactly the converted layers")
     for key, (recorded, expected) in _entries(comparison).items():
@@ -88,6 +93,30 @@ def _compare_report(comparison: Comparison) -> None:
                 differences.append(
                     f"{CONVERSION_RECORD} has merge_report[{i}].{key} = {short_repr(recorded)}; it should be {expected}"
                 )
+
+
+def _compare_layer_errors(comparison: Comparison) -> None:
+    """Compare the layers' output errors, where the layers were recomputed."""
+    record, plan, differences = comparison.record, comparison.plan, comparison.findings.differences
+    is_calibrated = plan.recipe.text is not None and bool(plan.conversions)
+    if (LAYER_ERRORS in record) != is_calibrated:
+        differences.append(f"{CONVERSION_RECORD} {'lacks' if is_calibrated else 'has'} {LAYER_ERRORS}")
+        return
+    recorded = record.get(LAYER_ERRORS, [])
+    names = [conversion.tensor_names[0] for conversion in plan.conversions] if is_calibrated else []
+    if [entry.get("tensor") for entry in recorded] != names:
+        differences.append(f"{CONVERSION_RECORD} does not give {LAYER_ERRORS} of exactly the converted layers")
+        return
+    for i, (entry, expected) in enumerate(zip(recorded, comparison.layer_errors or recorded, strict=True)):
+        actual, error = entry.get("output_error"), expected.get("output_error")
+        if is_finite(error) and is_finite(actual):
+            agrees = isclose(actual, error, rel_tol=ERROR_TOL, abs_tol=SMALL_ERROR)
+        else:
+            agrees = actual is None and error is None
+        if not agrees:
+            differences.append(
+                f"{CONVERSION_RECORD} has {LAYER_ERRORS}[{i}].output_error = {short_repr(actual)}; it should be {error}"
+            )
 
 
 def _compare_config(comparison: Comparison) -> None:

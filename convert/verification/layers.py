@@ -10,6 +10,7 @@ import numpy as np
 from convert.latent.recipe import LATENT
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.rounding import BFLOAT16, widen
+from convert.output.groupwise_json import layer_errors
 from convert.output.layer_cache import ConvertedLayerCache
 from convert.recipe import Recipe
 from convert.verification.comparison import Comparison
@@ -50,6 +51,7 @@ def recompute_layers(comparison: Comparison, scratch: Path, workers: int, quiet:
         from convert.calibration.calibrate import calibrate  # imported here, because it needs torch
 
         calibrate(source, plan.conversions, scratch, quiet)
+        comparison.layer_errors.extend(layer_errors(plan.conversions, scratch))
     return ConvertedLayerCache(source, plan.workers(workers), scratch if plan.recipe.text else None)
 
 

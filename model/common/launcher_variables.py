@@ -81,12 +81,12 @@ def leave_message(message: str) -> None:
         name = FIRST if is_local_main_process() else os.environ.get("RANK", "")
         with suppress(OSError):
             (Path(folder) / name).write_text(message, encoding="utf-8", errors="backslashreplace")
-    elif name := os.environ.get(ERROR_FILE):
+    elif file := os.environ.get(ERROR_FILE):
         content = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
-        complete = Path(f"{name}.complete")  # torchrun ends with a traceback at half a file
+        complete = Path(f"{file}.complete")  # torchrun ends with a traceback at half a file
         with suppress(OSError):
             complete.write_text(json.dumps(content), encoding="ascii")
-            complete.replace(name)
+            complete.replace(file)
 
 
 def _variable(name: str, default: int, least: int) -> int:
