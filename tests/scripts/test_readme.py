@@ -71,6 +71,10 @@ def test_uptraining_of_llama_2_7b(uptrain, seven):
     assert [round(plan["tokens"] / 1e9) for plan in plans] == [5, 100]
     short, paper = (f"{plan['time']['attention']['device_hours']['H100']:,.0f}" for plan in plans)
     check_numbers("5", short, "100", paper)
+    first = json.loads(
+        uptrain("plan", model, "--teacher", parent, "--tokens", "50M", "--global-batch-tokens", 131072, "--json").out
+    )
+    check_numbers("50M", "131072", f"{first['time']['attention']['device_hours']['H100']:.1f}")
     default = plans[0]["memory"]["attention"]
     ways = (default, default["minimum"])
     check_numbers(*(f"{way['replicated_bytes_per_process'] / 1e9:.0f}" for way in ways))

@@ -63,6 +63,24 @@ def test_the_teacher_computes_the_same(tmp_path, convert, family, dtype, precisi
         assert torch.equal(teacher.hidden(ids, documents), alone.hidden(ids, documents))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_a_bias_is_shared_without_its_weight(tmp_path, convert, family, dtype, precision):
+    """As after the default merge, which refits the output projection, but not its bias."""
+    biases = {"attention_bias": True} if family == "llama" else {}
+    model, parent = make_pair(tmp_path, convert, family, dtype, **biases)
+    name = f"model.layers.1.self_attn.{'o_proj' if family == 'llama' else 'dense'}"
+    weights = tiny.tensors(model)
+    weights[f"{name}.weight"][3, 5] += 1
+    tiny.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    _, teacher, shared, _ = load_pair(model, parent, precision)
+    assert f"{name}.weight" not in shared and f"{name}.bias" in shared
+    alone, ids = load_teacher(parent, precision, float32_states=False), torch.arange(24).view(2, 12)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        assert torch.equal(teacher(ids, None, None), alone(ids, None, None))
+
+
 def test_a_tensor_that_differs_is_not_shared(tmp_path, convert):
     model, parent = make_pair(tmp_path, convert)
     everything = set(equal_tensors(model, "kv", parent))

@@ -20,9 +20,11 @@ class FrozenLinear(nn.Linear):
     """A linear layer whose weight and bias are cast to the dtype of the product, and have no gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dtype == matmul_dtype(x):
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = _CastProduct.apply(x.to(matmul_dtype(x)), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        weight, bias, dtype = self.weight, self.bias, matmul_dtype(x)
+        # A teacher may share the bias alone with the student, and have its own weight in another dtype.
+        if weight.dtype == dtype and (bias is None or bias.dtype == dtype):
+            return F.linear(x, weight, bias)
+        out: Tensor = _CastProduct.apply(x.to(dtype), weight, bias)  # type: ignore[no-untyped-call]
         return out
 
 
