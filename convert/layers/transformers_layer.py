@@ -244,7 +244,8 @@ class TransformersLayer(ObservedLayer):
             if _relative_error(ours.transpose(1, 2), getattr(plain, kind)) > _LINEAR_ERROR:
                 raise CheckpointError(
                     f"layer {self.index}: transformers' class changes queries, keys or values after their projections "
-                    "(norms) in a way that Groupwise does not know; use --method mean."
+                    "(norms, or scales that depend on the position) in a way that Groupwise does not know; "
+                    "use --method mean."
                 )
 
     def _check_rotation(self, rotated: ObservedCall, plain: ObservedCall) -> None:

@@ -43,6 +43,7 @@ OTHER_PROGRAMS = (
 
 ALSO = {
     r"\S* (plan|run) .*--alpha": "--original-tokens 400k --lr 1e-3 --global-batch-tokens 512",
+    r"\S* (plan|run) .*--tokens 50M": "--tokens 1k --lr 1e-3 --global-batch-tokens 512",
     r"uptrain run --init": "--tokens 1k --global-batch-tokens 512",
     r"uptrain prepare .*--tokens": "--tokens 2k",
     r"uptrain prepare": "--seq-len 64 --workers 1",

@@ -74,7 +74,7 @@ def test_uptraining_of_llama_2_7b(uptrain, seven):
     first = json.loads(
         uptrain("plan", model, "--teacher", parent, "--tokens", "50M", "--global-batch-tokens", 131072, "--json").out
     )
-    check_numbers("50M", "131072", f"{first['time']['attention']['device_hours']['H100']:.1f}")
+    assert f"This takes {first['time']['attention']['device_hours']['H100']:.1f} H100-hours" in README
     default = plans[0]["memory"]["attention"]
     ways = (default, default["minimum"])
     check_numbers(*(f"{way['replicated_bytes_per_process'] / 1e9:.0f}" for way in ways))
