@@ -47,8 +47,11 @@ def evaluation(step: int, loss: float | None, **more: Any) -> Record:
     return {"step": step, "evaluation": {"targets": 100, "loss": loss, **more}}
 
 
-def with_teacher(step: int, loss: float | None, teacher_loss: float = 2.0, kl: float | None = 0.25) -> Record:
-    return evaluation(step, loss, teacher_loss=teacher_loss, kl=kl, agreement=0.5)
+def with_teacher(
+    step: int, loss: float | None, teacher_loss: float = 2.0, kl: float | None = 0.25, **errors: float
+) -> Record:  # fmt: skip
+    """Return an evaluation, without the standard errors that earlier versions did not write, unless they are given."""
+    return evaluation(step, loss, teacher_loss=teacher_loss, kl=kl, agreement=0.5, **errors)
 
 
 def event(step: int, name: str, **more: Any) -> Record:

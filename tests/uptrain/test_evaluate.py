@@ -15,6 +15,7 @@ from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from uptrain.data.token_cache import TokenCache
+from uptrain.training.eval_metrics import TOTALS, EvalResult
 from uptrain.training.logits import tokens_per_chunk
 
 
@@ -31,11 +32,11 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(inputs):
-    """Return the measures as sums over each document alone."""
+    """Return the measures from sums over each document alone, and their standard errors from those of each window."""
     cache = TokenCache.open(inputs["held_out"])
     models = [AutoModelForCausalLM.from_pretrained(inputs[name], dtype=torch.float32) for name in ("model", "parent")]
-    sums = np.zeros(5)
-    for window in range(cache.n_windows):
+    of_windows = np.zeros((cache.n_windows, 5))
+    for window, sums in enumerate(of_windows):
         ids, documents = cache.window(window)
         for number in range(documents.max() + 1):
             part = torch.from_numpy(ids[documents == number])
@@ -44,9 +45,23 @@ def expected(inputs):
             losses = [-x.gather(1, part[1:, None]).sum() for x in (p, q)]
             same = (p.argmax(1) == q.argmax(1)).sum()
             sums += [len(part) - 1, *losses, (q.exp() * (q - p)).sum(), same]
+    sums = of_windows.sum(0)
     assert 0 < sums[4] < sums[0]
     means = dict(zip(("loss", "teacher_loss", "kl", "agreement"), sums[1:] / sums[0], strict=True))
-    return {"targets": int(sums[0]), "seq_len": cache.seq_len, **means, "perplexity": math.exp(means["loss"])}
+    targets, losses, teacher_losses, divergences, _ = of_windows[of_windows[:, 0] > 0].T
+    errors = {
+        "loss_error": ratio_error(losses, targets),
+        "above_teacher_error": ratio_error(losses - teacher_losses, targets),
+        "kl_error": ratio_error(divergences, targets),
+    }
+    counts = {"targets": int(sums[0]), "seq_len": cache.seq_len}
+    return {**counts, **means, **errors, "perplexity": math.exp(means["loss"])}
+
+
+def ratio_error(totals, targets):
+    """Return the standard error of Σ totals / Σ targets, where each window is a sample."""
+    residuals = totals - totals.sum() / targets.sum() * targets
+    return math.sqrt(len(targets) * residuals.var(ddof=1)) / targets.sum()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -58,8 +73,51 @@ def test_every_target_counts_once(inputs, tmp_path, expected, processes, with_te
     assert not any(result.out for result in others)
     printed = json.loads(first.out)
     assert (printed.pop("model"), printed.pop("data")) == (str(inputs["model"]), str(inputs["held_out"]))
-    wanted = {k: v for k, v in expected.items() if with_teacher or k in ("targets", "seq_len", "loss", "perplexity")}
+    without_teacher = ("targets", "seq_len", "loss", "loss_error", "perplexity")
+    wanted = {k: v for k, v in expected.items() if with_teacher or k in without_teacher}
     assert printed == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+def measured(totals):
+    """Return the result of windows whose targets, losses, teacher's losses and divergences are given, [window, 4]."""
+    targets, losses, teacher_losses, divergences = totals.T
+    columns = dict(zip(TOTALS, np.zeros((len(TOTALS), len(totals))), strict=True))
+    columns |= {"windows": targets > 0, "targets": targets, "loss": losses, "teacher_loss": teacher_losses}
+    columns |= {"above_teacher": losses - teacher_losses, "kl": divergences}
+    totals_WS = torch.from_numpy(np.stack([columns[name] for name in TOTALS], axis=1))
+    return EvalResult.from_sums(totals_WS.T @ totals_WS, with_teacher=True)
+
+
+def test_errors_against_a_bootstrap_over_windows():
+    """The windows have different numbers of targets, and losses that go with those of the teacher."""
+    rng = np.random.default_rng(0)
+    targets = rng.integers(50, 512, size=300)
+    of_teacher = targets * rng.normal(3.0, 0.4, size=300)
+    above = targets * rng.normal(0.1, 0.05, size=300)
+    totals = np.stack([targets, of_teacher + above, of_teacher, targets * rng.gamma(2.0, 0.05, size=300)], axis=1)
+    samples = totals[rng.integers(300, size=(4000, 300))].sum(axis=1)
+    n, losses, teacher_losses, divergences = samples.T
+    result = measured(totals)
+    assert result.loss_error == pytest.approx((losses / n).std(), rel=0.1)
+    assert result.above_teacher_error == pytest.approx(((losses - teacher_losses) / n).std(), rel=0.1)
+    assert result.kl_error == pytest.approx((divergences / n).std(), rel=0.1)
+    assert result.above_teacher_error < result.loss_error / 5
+
+
+def test_windows_without_targets_are_no_samples():
+    totals = np.array([[100.0, 300, 290, 5], [80, 250, 230, 3], [90, 280, 260, 6]])
+    with_empty = np.concatenate([totals, np.zeros((5, 4))])
+    assert measured(with_empty) == measured(totals)
+
+
+def test_a_single_window_has_no_error(uptrain, inputs, tmp_path):
+    cache = caches.write_cache(tmp_path / "cache", [[[5, 6, 7, 8], [9, 10, 11]]], 8, real_runs.VOCAB)
+    arguments = ("evaluate", inputs["model"], "--teacher", inputs["parent"], "--data", cache)
+    printed = json.loads(uptrain(*arguments, "--json").succeeded().out)
+    assert [printed[name] for name in ("loss_error", "above_teacher_error", "kl_error")] == [None, None, None]
+    assert "±" not in uptrain(*arguments).out
+    several = uptrain(*arguments[:-1], inputs["held_out"]).out
+    assert [line.split()[0] for line in several.splitlines() if "±" in line] == ["loss", "above", "KL"]
 
 
 def test_invalid_evaluations_are_refused(uptrain, inputs, tmp_path):
@@ -134,8 +192,9 @@ def test_a_perplexity_beyond_float64_is_null_in_json(uptrain, inputs, tmp_path):
 
 
 def test_differences_that_rounding_made_negative(uptrain, inputs, monkeypatch):
-    measured = {"targets": 9, "loss": 2.0, "teacher_loss": 2.000000001, "kl": -1e-9, "agreement": 1.0}
-    result = measured | {"perplexity": 7.389, "seq_len": 32}
+    means = {"targets": 9, "loss": 2.0, "teacher_loss": 2.000000001, "kl": -1e-9, "agreement": 1.0}
+    errors = {"loss_error": None, "above_teacher_error": None, "kl_error": None}
+    result = means | errors | {"perplexity": 7.389, "seq_len": 32}
     monkeypatch.setattr("uptrain.evaluate_folder.evaluate_folder", lambda options, quiet: result)
     shown = " ".join(uptrain("evaluate", inputs["model"], "--data", inputs["held_out"]).out.split())
     assert "loss 2.0000 nats per token" in shown

@@ -1,6 +1,7 @@
 """What a run leaves: an ordinary Hugging Face folder with the live model's weights."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -113,14 +114,17 @@ def test_card_shows_teacher_and_recovered_fraction(tmp_path, uptrain, distilled)
     assert f"--data HELD-OUT --teacher {distilled.with_name('parent')} --seq-len 32\n" in result.out
     card = (tmp_path / "out/README.md").read_text()
     first, *_, (step, last) = evaluations(distilled)
-    recovered = (first[1]["loss"] - last["loss"]) / (first[1]["loss"] - last["teacher_loss"])
+    above = last["loss"] - last["teacher_loss"]
+    cost = first[1]["loss"] - first[1]["teacher_loss"]
+    error = math.hypot(last["above_teacher_error"], above / cost * first[1]["above_teacher_error"]) / cost
     for row in (
         "| Loss | KL divergence from the teacher |",
         "| Teacher | `parent` |",
         f"| Held-out loss | {first[1]['loss']:.4f} at step 0 → {last['loss']:.4f} at step {step} |",
         f"| Teacher's loss | {last['teacher_loss']:.4f} |",
-        f"| Recovered fraction | {recovered:.1%} |",
-        f"| KL from the teacher | {last['kl']:.4f}; agreement {last['agreement']:.1%} |",
+        f"| Loss above the teacher's | {above:+.4f} ± {last['above_teacher_error']:.4f} |",
+        f"| Recovered fraction | none: too little held-out text (its standard error is {error:.0%}) |",
+        f"| KL from the teacher | {last['kl']:.4f} ± {last['kl_error']:.4f}; agreement {last['agreement']:.1%} |",
     ):
         assert row in card, (row, card)
 
@@ -152,6 +156,15 @@ def test_card_of_a_merge_that_cost_nothing_measurable():
     assert rows["Recovered fraction"] == "none: the conversion cost less than 0.01 nats"
     from_nothing = [{"step": 0, "loss": 9.0, **metrics}, {"step": 5, "loss": 4.0, **metrics}]
     assert "Recovered fraction" not in dict(_losses(from_nothing, False))
+
+
+def test_card_of_a_recovered_fraction():
+    metrics = {"teacher_loss": 2.0, "kl": 0.1, "agreement": 0.9}
+    of_earlier_version = [{"step": 0, "loss": 4.0, **metrics}, {"step": 5, "loss": 2.5, **metrics}]
+    rows = dict(_losses(of_earlier_version, True))
+    assert (rows["Recovered fraction"], rows["Loss above the teacher's"]) == ("75.0%", "+0.5000")
+    rows = dict(_losses([{**each, "above_teacher_error": 0.15} for each in of_earlier_version], True))
+    assert (rows["Recovered fraction"], rows["Loss above the teacher's"]) == ("75.0% ± 7.7%", "+0.5000 ± 0.1500")
 
 
 def test_card_of_a_loss_that_was_not_finite():

@@ -44,8 +44,11 @@ def test_losses_that_are_not_finite_or_round_to_zero(printed):
     """The metrics hold null; the record that is shown holds the number."""
     assert printed(0, step(1) | {"loss": math.nan}).startswith("step 1: loss not finite · 100 tokens/s")
     assert printed(30, step(2) | {"loss": -1e-9}).startswith("step 2: loss 0.0000 · 100 tokens/s")
-    evaluation = {"loss": math.inf, "kl": -1e-9, "agreement": 1.0}
+    evaluation = {"loss": math.inf, "kl": -1e-9, "kl_error": math.nan, "agreement": 1.0}
     shown = "step 2: held-out loss not finite, KL from the teacher 0.0000, agreement 100.0%\n"
+    assert printed(30, {"step": 2, "evaluation": evaluation}) == shown
+    evaluation |= {"loss": 3.5, "kl": 0.25, "kl_error": 0.0125}
+    shown = "step 2: held-out loss 3.5000, KL from the teacher 0.2500 ± 0.0125, agreement 100.0%\n"
     assert printed(30, {"step": 2, "evaluation": evaluation}) == shown
 
 

@@ -1,6 +1,7 @@
 """`uptrain status`: where a run stands, in whatever condition its folder is."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -132,6 +133,25 @@ def test_status_of_a_running_run(tmp_path, uptrain):
     shown = " ".join(uptrain("status", run).out.split())
     for words in ("0.01 of 0.05", "200 tokens/s", "3 min, eval", "75.0%", "agreement 50.0%", "/runs/short from step 8"):
         assert words in shown
+
+
+def test_standard_errors_are_shown(tmp_path, uptrain):
+    """The evaluations of earlier versions have none."""
+    last = with_teacher(1, 2.75, above_teacher_error=0.0625, kl_error=0.0125)
+    run = write_run(tmp_path / "run", [with_teacher(0, 5.0, above_teacher_error=0.125), step(1), last])
+    shown = " ".join(uptrain("status", run).out.split())
+    for words in (
+        "above the teacher's +0.7500 ± 0.0625",
+        "KL from the teacher 0.2500 ± 0.0125 nats per token",
+        "recovered fraction 75.0% ± 2.3%",
+    ):
+        assert words in shown
+    measured = read_json(uptrain("status", run, "--json"))["evaluation"]
+    # The error of the loss now, and a quarter of that after conversion, by the cost of 3 nats.
+    assert measured["recovered_fraction_error"] == pytest.approx(math.hypot(0.0625, 0.25 * 0.125) / 3)
+    begun_earlier = write_run(tmp_path / "begun_earlier", [with_teacher(0, 5.0), step(1), last])
+    measured = read_json(uptrain("status", begun_earlier, "--json"))["evaluation"]
+    assert (measured["recovered_fraction"], measured["recovered_fraction_error"]) == (0.75, None)
 
 
 def test_a_loss_that_rose_is_shown_beside_the_first(tmp_path, uptrain):

@@ -9,7 +9,7 @@ from model.common.command_options import SingleOption, device_option, json_optio
 from uptrain.commands.options import ModelFolder, micro_batch_option, seq_len_option
 from uptrain.distributed.signals import interruptible
 from uptrain.runs.settings import PRECISIONS
-from uptrain.training.loss_values import format_loss
+from uptrain.training.loss_values import format_above_teacher, format_loss
 
 
 @click.command("evaluate")
@@ -37,7 +37,7 @@ def command(as_json: bool, **options: Any) -> None:
     """Measure MODEL's loss and perplexity on held-out text.
 
     Every predicted token counts once, whatever the batches. With --teacher, also measure the teacher's loss, the KL
-    divergence from the teacher, and how often both choose the same token.
+    divergence from the teacher, and how often both choose the same token. The number after ± is a standard error.
     """
     from accelerate import PartialState
 
@@ -53,12 +53,13 @@ def command(as_json: bool, **options: Any) -> None:
         return
     rows = [
         ("targets", f"{result['targets']:,}, in windows of {result['seq_len']:,} tokens"),
-        ("loss", format_loss(result["loss"], " nats per token")),
+        ("loss", format_loss(result["loss"], " nats per token", result["loss_error"])),
         ("perplexity", f"{result['perplexity']:.4g}"),
     ]
     if "kl" in result:
+        above = format_above_teacher(result["loss"], result["teacher_loss"], result["above_teacher_error"])
         rows.append(("teacher's loss", format_loss(result["teacher_loss"])))
-        rows.append(("above the teacher's", f"{result['loss'] - result['teacher_loss']:+z.4f}"))
-        rows.append(("KL from the teacher", format_loss(result["kl"])))
+        rows.append(("above the teacher's", above))
+        rows.append(("KL from the teacher", format_loss(result["kl"], error=result["kl_error"])))
         rows.append(("agreement", f"{result['agreement']:.1%}"))
     console.print_key_values(str(given.model), rows)

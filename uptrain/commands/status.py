@@ -11,7 +11,7 @@ from model.common import console
 from model.common.command_options import PathType, json_option
 from model.common.errors import RunError
 from uptrain.report.history import format_recovered
-from uptrain.training.loss_values import format_loss
+from uptrain.training.loss_values import format_above_teacher, format_loss
 
 _RESUMABLE = ("not started", "died", "preempted", "finished")
 _UNIT = " nats per token"
@@ -118,9 +118,13 @@ def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None)
     rows = [("held-out loss", loss)]
     if "kl" in evaluation:
         rows.append(("teacher's loss", format_loss(evaluation["teacher_loss"], _UNIT)))
-        rows.append(("KL from the teacher", format_loss(evaluation["kl"], _UNIT)))
+        # Runs of earlier versions have no errors.
+        error = evaluation.get("above_teacher_error")
+        above = format_above_teacher(evaluation["loss"], evaluation["teacher_loss"], error)
+        rows.append(("above the teacher's", above))
+        rows.append(("KL from the teacher", format_loss(evaluation["kl"], _UNIT, evaluation.get("kl_error"))))
         rows.append(("agreement", f"{evaluation['agreement']:.1%}"))
-    if recovered := format_recovered(evaluation["recovered_fraction"], evaluation["conversion_cost"]):
+    if recovered := format_recovered(evaluation):
         rows.append(("recovered fraction", recovered))
     return rows
 

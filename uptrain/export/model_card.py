@@ -13,8 +13,8 @@ from model.files.paths import leads_outside
 from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.language_model import text_config_key
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.report.history import conversion_cost, format_recovered, recovered_fraction
-from uptrain.training.loss_values import format_loss
+from uptrain.report.history import format_recovered, recovery
+from uptrain.training.loss_values import format_above_teacher, format_loss
 from uptrain.training.losses import LOSSES
 
 BEGIN, END = "<!-- groupwise uptraining: begin -->", "<!-- groupwise uptraining: end -->"
@@ -95,8 +95,12 @@ def _losses(evaluations: list[dict[str, Any]], starts_converted: bool) -> list[t
     rows = [("Held-out loss", f"{before} → {after}")]
     if "teacher_loss" in last:
         rows.append(("Teacher's loss", format_loss(last["teacher_loss"])))
-        recovered = format_recovered(recovered_fraction(first, last), conversion_cost(first))
+        # Runs of earlier versions have no errors.
+        above = format_above_teacher(last["loss"], last["teacher_loss"], last.get("above_teacher_error"))
+        rows.append(("Loss above the teacher's", above))
+        recovered = format_recovered(recovery(first, last))
         if recovered and starts_converted:
             rows.append(("Recovered fraction", recovered))
-        rows.append(("KL from the teacher", f"{format_loss(last['kl'])}; agreement {last['agreement']:.1%}"))
+        kl = format_loss(last["kl"], error=last.get("kl_error"))
+        rows.append(("KL from the teacher", f"{kl}; agreement {last['agreement']:.1%}"))
     return rows

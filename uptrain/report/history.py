@@ -1,5 +1,6 @@
 """Read the history of a run from its folder, also while it is training. Needs no torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.training.loss_rise import MEASURABLE, rise_warning
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import Record, read_metrics
+
+MAX_RECOVERED_ERROR = 0.1
+"""Largest standard error with which a recovered fraction is shown."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class History:
     steps: list[Record]
     """Records of steps from the metrics. Numbers that were not finite are None, also in evaluations."""
     evaluations: list[Record]
-    """`step`, `tokens`, the metrics of the evaluation, `conversion_cost` and `recovered_fraction`."""
+    """`step`, `tokens`, the metrics of the evaluation, and what `recovery` returns."""
     events: list[Record]
     warning: str | None
     """Warning that the loss rose."""
@@ -44,9 +48,8 @@ class History:
         ]
         starts_converted = bool(run.settings.model) and not was_uptrained(folder / MODEL)
         for evaluation in evaluations:
-            recovered = recovered_fraction(evaluations[0], evaluation) if starts_converted else None
-            evaluation["conversion_cost"] = conversion_cost(evaluations[0]) if starts_converted else None
-            evaluation["recovered_fraction"] = recovered
+            recovered = recovery(evaluations[0], evaluation)
+            evaluation.update(recovered if starts_converted else dict.fromkeys(recovered))
         warning = rise_warning(records, run.settings.lr, bool(run.settings.teacher_logits))
         return cls(folder, run, run_state, steps, evaluations, [r for r in records if "event" in r], warning)
 
@@ -88,21 +91,61 @@ def _lost_lines(folder: Path, step: int, last: int) -> str:
     )
 
 
+def recovery(first: Record, current: Record) -> Record:
+    """Return `conversion_cost`, `recovered_fraction` and `recovered_fraction_error`, each None if it is unknown."""
+    return {
+        "conversion_cost": conversion_cost(first),
+        "recovered_fraction": recovered_fraction(first, current),
+        "recovered_fraction_error": recovered_fraction_error(first, current),
+    }
+
+
 def recovered_fraction(first: Record, current: Record) -> float | None:
     """Return (loss after conversion - loss now) / (loss after conversion - teacher's loss).
 
-    Return None if the conversion cost is unknown or below MEASURABLE, or if the loss now is not finite.
+    Return None if the conversion cost is unknown or below MEASURABLE, if the loss now is not finite, or if the standard
+    error of the fraction exceeds MAX_RECOVERED_ERROR.
     """
+    error = recovered_fraction_error(first, current)
+    return None if error is not None and error > MAX_RECOVERED_ERROR else _recovered_fraction(first, current)
+
+
+def recovered_fraction_error(first: Record, current: Record) -> float | None:
+    """Return the standard error of the recovered fraction; None if it is unknown, as in runs of earlier versions.
+
+    The fraction is R = 1 - G / C, with G the loss now and C the loss after conversion, both above the teacher's. The
+    delta method gives √(s_G² + (1 - R)² s_C²) / C. It is assumed that G and C are not correlated, since only the error
+    of each is stored. Windows on which conversion cost more than on others usually keep more of it. So the error is
+    usually smaller.
+    """
+    fraction, cost = _recovered_fraction(first, current), conversion_cost(first)
+    cost_error, error = first.get("above_teacher_error"), current.get("above_teacher_error")
+    if fraction is None or cost is None or cost_error is None or error is None:
+        return None
+    if current["step"] == first["step"]:  # 0 by definition
+        return 0.0
+    return math.hypot(error, (1 - fraction) * cost_error) / cost
+
+
+def _recovered_fraction(first: Record, current: Record) -> float | None:
+    """Return the recovered fraction, whatever its standard error."""
     cost, after = conversion_cost(first), current["loss"]
     if cost is None or cost < MEASURABLE or after is None:
         return None
     return float((first["loss"] - after) / cost)
 
 
-def format_recovered(fraction: float | None, cost: float | None) -> str | None:
-    """Return the recovered fraction as text, or why there is none; None if the conversion cost is unknown."""
+def format_recovered(evaluation: Record) -> str | None:
+    """Return the recovered fraction as text, or why there is none; None if the conversion cost is unknown.
+
+    `evaluation` has what `recovery` returns.
+    """
+    fraction, error = evaluation["recovered_fraction"], evaluation["recovered_fraction_error"]
     if fraction is not None:
-        return f"{fraction:.1%}"
+        return f"{fraction:.1%}" if error is None else f"{fraction:.1%} ± {error:.1%}"
+    if error is not None:
+        return f"none: too little held-out text (its standard error is {error:.0%})"
+    cost = evaluation["conversion_cost"]
     if cost is None or cost >= MEASURABLE:
         return None
     return f"none: the conversion cost less than {MEASURABLE:g} nats"

@@ -98,10 +98,9 @@ def _summary(history: History, of_name: str) -> str:
         if "kl" in last:
             key_figures += [
                 ("teacher's loss", format_loss(last["teacher_loss"])),
-                ("KL from the teacher", format_loss(last["kl"])),
+                ("KL from the teacher", format_loss(last["kl"], error=last.get("kl_error"))),
             ]
-        recovered = format_recovered(last["recovered_fraction"], last["conversion_cost"])
-        if recovered:
+        if recovered := format_recovered(last):
             key_figures.append(("recovered fraction", recovered))
     entries = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in key_figures)
     heading = f"<h2>Summary{of_name}</h2>\n" if of_name else ""

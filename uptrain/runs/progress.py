@@ -110,7 +110,8 @@ def _line(record: dict[str, Any]) -> str:
         means = record["evaluation"]
         text = f"step {record['step']}: held-out loss {format_loss(means['loss'])}"
         if "kl" in means:
-            text += f", KL from the teacher {format_loss(means['kl'])}, agreement {means['agreement']:.1%}"
+            kl = format_loss(means["kl"], error=means["kl_error"])
+            text += f", KL from the teacher {kl}, agreement {means['agreement']:.1%}"
         return text
     if "event" not in record:
         return f"step {record['step']}: {_short(record)}"

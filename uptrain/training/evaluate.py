@@ -11,7 +11,7 @@ from model.decoder.devices import float64_device
 from uptrain.data.batch import Batch, micro_batches
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.collectives import all_reduce_sum
-from uptrain.training.eval_metrics import N_SUMS, EvalResult
+from uptrain.training.eval_metrics import TOTALS, EvalResult
 
 
 class EvaluationStopped(Exception):
@@ -30,12 +30,13 @@ def evaluate(
 
     Raises EvaluationStopped on all ranks once `should_stop` is true on one.
     """
-    sums = torch.zeros(N_SUMS, dtype=torch.float64, device=float64_device(accelerator.device))
+    n = len(TOTALS)
+    sums_SS = torch.zeros((n, n), dtype=torch.float64, device=float64_device(accelerator.device))
     was_training = loss_module.training
     loss_module.eval()
     with torch.no_grad():
         for batch in _batches(cache, micro_batch, accelerator):
-            sums += loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, measure=True)
+            sums_SS += loss_module(batch.ids_BT, batch.labels_BT, batch.documents_BT, measure=True)
             stop = torch.tensor([float(should_stop())], device=accelerator.device)
             if all_reduce_sum(accelerator, stop).item():
                 loss_module.train(was_training)
@@ -43,7 +44,7 @@ def evaluate(
             advance(len(batch.ids_BT) * accelerator.num_processes)
     loss_module.train(was_training)
     with_teacher = accelerator.unwrap_model(loss_module).teacher is not None
-    return EvalResult.from_sums(all_reduce_sum(accelerator, sums), with_teacher)
+    return EvalResult.from_sums(all_reduce_sum(accelerator, sums_SS), with_teacher)
 
 
 def _batches(cache: TokenCache, micro_batch: int, accelerator: Accelerator) -> Iterator[Batch]:

@@ -368,7 +368,7 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
         return _reason(training)
     means = result.to_dict()
     log_record(training, {"step": step, "evaluation": means})
-    numbers = {f"held-out/{name}": value for name, value in means.items()}
+    numbers = {f"held-out/{name}": value for name, value in means.items() if value is not None}
     log_tracker_failures(training, step, log_to_trackers(training.accelerator, numbers, step))
     return None
 
