@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all conversions have: `MergeRecipe` (convert.merging.recipe) and `LatentRecipe` (convert.latent.recipe)."""
+    """What all conversions have. Its kinds are `MergeRecipe` and `LatentRecipe`."""
 
     method: str
     seed: int = 0

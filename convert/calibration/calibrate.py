@@ -6,10 +6,10 @@ from pathlib import Path
 from convert.calibration.latent_fit import calibrate_latent
 from convert.calibration.merge_layers import calibrate_merges
 from convert.calibration.within_clip import calibrate_merges_within_clip
-from convert.latent.layer import LatentConversion
+from convert.latent.latent_conversion import LatentConversion
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.merging.clipping import find_clip
-from convert.merging.layer import LayerMerge
+from convert.merging.layer_merge import LayerMerge
 from model.checkpoint import Checkpoint
 from model.common import console
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from convert.calibration.latent_weights import LatentWeights
-from convert.latent.layer import LatentConversion
+from convert.latent.latent_conversion import LatentConversion
 from convert.latent.matrices import LatentMatrices
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.head_matrices import HeadMatrices, Real, join_heads, split_heads
 from convert.layers.runnable_layer import HeadWeights
-from convert.merging.layer import LayerMerge, output_attention
+from convert.merging.layer_merge import LayerMerge, output_attention
 
 AnyMatrices = TypeVar("AnyMatrices", HeadMatrices, LatentMatrices)
 AnyWeights = TypeVar("AnyWeights", HeadWeights, LatentWeights)

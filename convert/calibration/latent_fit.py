@@ -15,7 +15,7 @@ from convert.calibration.latent_queries import solve_queries
 from convert.calibration.layer_output import relative_error, squared_error
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
-from convert.latent.layer import LatentConversion
+from convert.latent.latent_conversion import LatentConversion
 from convert.latent.matrices import LatentMatrices
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layers.layer_stream import CalibrationLayer

@@ -19,7 +19,7 @@ from convert.calibration_text.read import MIN_WINDOWS
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
 from convert.latent.frequencies import spacings, stock_pair_indices
-from convert.latent.layer import LatentConversion
+from convert.latent.latent_conversion import LatentConversion
 from convert.layer_tensors.head_matrices import Real
 from convert.layers.layer_stream import CalibrationLayer, iter_layers
 from model.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from convert.calibration.layer_output import relative_error, squared_error
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import CalibrationLayer
-from convert.merging.layer import LayerMerge, finish_layer, merge_with_maps, read_attention
+from convert.merging.layer_merge import LayerMerge, finish_layer, merge_with_maps, read_attention
 from convert.merging.methods import find_alternatives, find_layer_method
 from convert.merging.moments import Moments, moments_from_weights
 from convert.merging.norms import normalise

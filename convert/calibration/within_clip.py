@@ -21,7 +21,7 @@ from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
 from convert.merging.clipping import find_clip, scale_into_clip
-from convert.merging.layer import LayerMerge, finish_layer, output_attention, read_attention
+from convert.merging.layer_merge import LayerMerge, finish_layer, output_attention, read_attention
 from model.checkpoint import Checkpoint
 from model.common import checks
 from model.common.console import Advance

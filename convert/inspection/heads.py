@@ -12,7 +12,8 @@ import numpy as np
 from convert.errors import UnsupportedMethodError
 from convert.layer_tensors.head_matrices import HeadMatrices, Real
 from convert.merging.heads import compare_heads
-from convert.merging.layer import LayerMerge, read_attention
+from convert.merging.layer_merge import LayerMerge, read_attention
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import pca
 from convert.merging.moments import (
     Maps,
@@ -25,7 +26,6 @@ from convert.merging.moments import (
     split_groups,
 )
 from convert.merging.norms import normalise
-from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.tensor import layer_number

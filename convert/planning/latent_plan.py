@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from convert.latent.frequencies import SourceRope, rope_parameters
-from convert.latent.layer import LatentConversion
-from convert.latent.recipe import LatentRecipe, is_exact
+from convert.latent.latent_conversion import LatentConversion
+from convert.latent.latent_recipe import LatentRecipe, is_exact
 from convert.latent.sizes import DEEPSEEK_SIZES, FAST_KERNEL_SIZES, LatentSizes, checked_sizes
 from convert.planning.latent_config import MODEL_TYPE, latent_config, tokenizer_config
 from convert.planning.latent_source import read_source

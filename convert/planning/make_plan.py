@@ -1,7 +1,7 @@
 """Plan a conversion by a recipe of either kind."""
 
-from convert.latent.recipe import LatentRecipe
-from convert.merging.recipe import MergeRecipe
+from convert.latent.latent_recipe import LatentRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.latent_plan import make_latent_plan
 from convert.planning.merge_plan import make_merge_plan
 from convert.planning.plan import Plan

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from convert.merging.layer import LayerMerge
+from convert.merging.layer_merge import LayerMerge
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import REPEAT
-from convert.merging.recipe import MergeRecipe
 from convert.planning.merged_config import merged_config
 from convert.planning.notes import note_on_card, notes_of_checkpoint, notes_of_merge
 from convert.planning.plan import CALIBRATION_PROGRAM_BYTES, Plan, lay_out

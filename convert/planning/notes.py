@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convert.calibration_text.tokenizer import cached_without_tokenizer, unfollowed_tokenizer_links
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
 from model.common.model_card import is_utf8

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from convert.calibration_text.choices import NONE
 from convert.latent import DEFAULT_CACHED, Frequencies, LatentDtype, LatentMethod, LatentNormKind
 from convert.latent.frequencies import SourceRope
-from convert.latent.recipe import LATENT, LatentRecipe, can_choose_frequencies, default_pair_indices, is_exact
+from convert.latent.latent_recipe import LATENT, LatentRecipe, can_choose_frequencies, default_pair_indices, is_exact
 from convert.latent.sizes import LatentSizes, checked_sizes, default_sizes, largest_latent, suggested_sizes
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.latent_source import read_source

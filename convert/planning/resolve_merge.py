@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from convert.calibration_text.choices import NONE
 from convert.errors import UnsupportedMethodError
 from convert.merging.clipping import find_clip
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import CALIBRATED, HEAD_METHODS, LAYER_METHODS
-from convert.merging.recipe import MergeRecipe
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import check_n_kv_heads
 from convert.planning.tensors import check_layer_merge

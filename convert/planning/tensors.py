@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from convert.errors import UnsupportedMethodError
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.merging.heads import HeadMerge
-from convert.merging.layer import LayerMerge
-from convert.merging.recipe import MergeRecipe
+from convert.merging.layer_merge import LayerMerge
+from convert.merging.merge_recipe import MergeRecipe
 from model.attention_layout import Heads, projections
 from model.checkpoint import TensorInfo
 from model.families.family import Family

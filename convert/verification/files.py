@@ -4,7 +4,7 @@ import json
 from math import isclose
 from typing import Any
 
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.output.groupwise_json import LAYER_ERRORS, average_reports, planned_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files

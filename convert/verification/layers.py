@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert.latent.recipe import LATENT
+from convert.latent.latent_recipe import LATENT
 from convert.layer_tensors.converted_layer import LayerConversion
 from convert.layer_tensors.rounding import BFLOAT16, widen
 from convert.output.groupwise_json import layer_errors

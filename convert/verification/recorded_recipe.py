@@ -8,9 +8,9 @@ from convert.calibration_text.choices import MAX_TOKENS
 from convert.calibration_text.read import read_stored
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
-from convert.latent.recipe import LATENT, read_latent_recipe
+from convert.latent.latent_recipe import LATENT, read_latent_recipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS, REPEAT
-from convert.merging.recipe import MergeRecipe
 from convert.recipe import Recipe
 from convert.verification.comparison import Findings
 from model.checkpoint import Checkpoint

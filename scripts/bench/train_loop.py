@@ -51,7 +51,7 @@ from scripts.bench.training_inputs import (
     merge_heads,
     settings,
 )
-from uptrain.runs.run import start
+from uptrain.runs.start_and_resume import start
 
 
 class Turns:

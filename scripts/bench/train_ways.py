@@ -39,7 +39,7 @@ from scripts.bench.training_inputs import (
     reset,
     settings,
 )
-from uptrain.runs.run import start
+from uptrain.runs.start_and_resume import start
 from uptrain.teach import TeachOptions, teach
 
 RATIOS = {

@@ -30,7 +30,7 @@ from scripts.bench.machine import Row, write_rows
 from scripts.bench.rounds import in_turns, median_ratio, medians, seconds
 from scripts.bench.training_inputs import BUDGET, SEQ_LEN, make_cache, make_documents, make_model, reset, settings
 from uptrain.checkpoints.store import CheckpointStore
-from uptrain.runs.run import start
+from uptrain.runs.start_and_resume import start
 
 FAR = 100_000
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, processors
 
 from convert import conversion
 from convert.calibration_text.read import read_calibration_text
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.output.write_shards import write_shards
 from convert.planning.calibration_options import CalibrationOptions, read_text
 from convert.planning.merge_plan import make_merge_plan

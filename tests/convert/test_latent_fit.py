@@ -26,7 +26,7 @@ from convert.calibration.latent_survey import _most_useful
 from convert.calibration_text.read import read_calibration_text
 from convert.latent.closed_form import moments_from_norm, solve
 from convert.latent.frequencies import even_pair_indices
-from convert.latent.recipe import LATENT, LatentRecipe
+from convert.latent.latent_recipe import LATENT, LatentRecipe
 from convert.layers.layer_stream import iter_layers
 from convert.planning.latent_plan import make_latent_plan
 from model import load_model

@@ -25,8 +25,8 @@ from convert.calibration_text.read import read_calibration_text
 from convert.errors import UnsupportedMethodError
 from convert.layers.layer_stream import iter_layers
 from convert.layers.native_layers import NativeLayer
-from convert.merging.layer import read_attention
-from convert.merging.recipe import MergeRecipe
+from convert.merging.layer_merge import read_attention
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 

@@ -25,7 +25,7 @@ from model.files.lock import FileLock, LockedError
 from model.files.paths import lies_in
 from model.files.staging import Staging
 from model.files.write import StoppedError, file_sha256
-from uptrain.runs.folder import locked
+from uptrain.runs.run_folder import locked
 
 LOCKS = {
     "flock": "",

@@ -14,7 +14,7 @@ from model.common.errors import CheckpointError, InputError, RunError
 from model.files import lock
 from model.files.lock import FileLock
 from model.files.staging import Staging
-from uptrain.runs.folder import locked
+from uptrain.runs.run_folder import locked
 
 
 def test_a_lock_that_is_a_link_leaves_its_target(tmp_path):

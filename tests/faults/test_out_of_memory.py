@@ -133,7 +133,7 @@ def test_a_lack_of_memory_while_a_checkpoint_is_read(uptrain, distilled, tmp_pat
 
     run = shutil.copytree(distilled, tmp_path / "run")
     shutil.rmtree(run / "checkpoints/step-00000012")
-    monkeypatch.setattr("uptrain.runs.run.read_tensors", lacking)
+    monkeypatch.setattr("uptrain.runs.start_and_resume.read_tensors", lacking)
     result = uptrain("resume", run)
     assert (result.code, result.err.splitlines()[-1]) == (
         1,
@@ -185,7 +185,7 @@ def test_a_device_that_fails_in_a_run_is_one_line(uptrain, runs, tmp_path, monke
     out = tmp_path / "run"
     arguments = real_runs.arguments(runs.inputs, out)
     with monkeypatch.context() as patch:
-        patch.setattr("uptrain.runs.run.build_initial", failing(ECC))
+        patch.setattr("uptrain.runs.start_and_resume.build_initial", failing(ECC))
         result = uptrain(*arguments)
     assert (result.code, result.err.splitlines()[-1]) == (
         1,

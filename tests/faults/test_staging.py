@@ -217,7 +217,7 @@ def test_side_files_removed_from_source_are_not_copied(convert, source, tmp_path
 
 def test_a_source_with_other_inode_numbers_is_the_same(convert, source, tmp_path):
     """As sshfs, s3fs and the like may answer for one file."""
-    from convert.merging.recipe import MergeRecipe
+    from convert.merging.merge_recipe import MergeRecipe
     from convert.planning.merge_plan import make_merge_plan
     from convert.planning.plan import inputs_of
     from model.checkpoint import open_checkpoint

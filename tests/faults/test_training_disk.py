@@ -16,8 +16,7 @@ from faulty_runs import ROTATION, SAVE, UNFINISHED, error_of, only_error, succee
 from real_runs import assert_each_is_whole, assert_same_run, checkpoints, events, records, state, status
 
 from uptrain.checkpoints import store
-from uptrain.runs import progress
-from uptrain.runs import run as run_module
+from uptrain.runs import progress, start_and_resume
 
 
 def refused(out):
@@ -300,17 +299,17 @@ def test_a_display_that_cannot_be_written(uptrain, runs, tmp_path, monkeypatch, 
 
 def test_a_state_that_cannot_be_written_at_the_end(uptrain, runs, tmp_path, monkeypatch):
     """The run is saved. So is the reason for which it failed, which is printed."""
-    real = run_module._write_run_state
+    real = start_and_resume._write_run_state
 
     def full(folder, status, *rest):
         if status != "running":
             raise OSError(errno.ENOSPC, "No space left on device", "run_state.json")
         real(folder, status, *rest)
 
-    monkeypatch.setattr(run_module, "_write_run_state", full)
+    monkeypatch.setattr(start_and_resume, "_write_run_state", full)
     result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "run")).succeeded()
     assert "Warning: run_state.json could not be written" in result.err
-    monkeypatch.setattr(run_module, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(start_and_resume, "train", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     result = uptrain(*real_runs.arguments(runs.inputs, tmp_path / "failing"))
     assert (result.code, "run_state.json could not" in result.err) == (1, True)
     assert "full" in result.err.splitlines()[-1]

@@ -13,7 +13,7 @@ from faulty_runs import error_of, succeed
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import SENTENCES, make_tokenizer
 
-from uptrain.runs.folder import locked
+from uptrain.runs.run_folder import locked
 
 BEYOND = (
     "{other_vocabulary} holds the id 301, but the model knows only those below 257; prepare the data with the model's "

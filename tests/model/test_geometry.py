@@ -8,7 +8,7 @@ import tiny
 from families_without_gqa import t5
 from safetensors.torch import save_file
 
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError

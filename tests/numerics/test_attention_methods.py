@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert.layer_tensors.head_matrices import HeadMatrices
-from convert.merging.layer import LayerMerge, merge_attention, read_attention
+from convert.merging.layer_merge import LayerMerge, merge_attention, read_attention
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import LAYER_METHODS, aligned, fit, pca
 from convert.merging.moments import (
     Maps,
@@ -21,7 +22,6 @@ from convert.merging.moments import (
     relative_logit_error,
     relative_output_error,
 )
-from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 

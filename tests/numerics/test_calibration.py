@@ -18,8 +18,8 @@ from convert.layer_tensors.head_matrices import Real
 from convert.layer_tensors.layer_file import load_layer
 from convert.layers import layer_stream
 from convert.layers.native_layers import NativeLayer
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.moments import Moments
-from convert.merging.recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError

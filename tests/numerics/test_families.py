@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from stock_families import CASES, SIZE, difference, open_folder
 from transformers import AutoConfig
 
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model import load_model
 from model.checkpoint import TensorInfo, open_checkpoint

@@ -19,7 +19,7 @@ from transformers import (
     T5Config,
 )
 
-from convert.merging.recipe import MergeRecipe
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError

@@ -21,8 +21,8 @@ from convert.calibration_text.read import read_calibration_text
 from convert.layer_tensors.layer_file import load_layer
 from convert.layers import layer_stream, transformers_model_layers
 from convert.layers.transformers_model_layers import TransformersModelLayers
-from convert.merging.layer import read_attention
-from convert.merging.recipe import MergeRecipe
+from convert.merging.layer_merge import read_attention
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError

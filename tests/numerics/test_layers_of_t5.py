@@ -13,8 +13,8 @@ from transformers import T5ForConditionalGeneration
 
 from convert.calibration.float32_weights import head_weights
 from convert.layers.t5_layers import T5ModelLayers
-from convert.merging.layer import read_attention
-from convert.merging.recipe import MergeRecipe
+from convert.merging.layer_merge import read_attention
+from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.remote_code.modeling_t5_gqa import T5GQAForConditionalGeneration

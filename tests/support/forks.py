@@ -25,7 +25,7 @@ from commands import Result
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 PRELOADED = [
     "transformers", "accelerate", "torch.distributed.checkpoint", "torch._dynamo", "pytest",
-    "uptrain.cli", "uptrain.commands.run", "uptrain.runs.launch", "uptrain.runs.run",
+    "uptrain.cli", "uptrain.commands.run", "uptrain.runs.launch", "uptrain.runs.start_and_resume",
     "uptrain.data.prepare.prepare", "uptrain.data.prepare.workers",
     "convert.cli", "convert.conversion",
     "model.decoder.loading", "model.decoder.llama", "model.checkpoint.formats.safetensors",

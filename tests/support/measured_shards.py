@@ -12,10 +12,10 @@ from typing import Any
 
 import fsdp_on_cpu  # noqa: F401
 
-import uptrain.runs.run
+import uptrain.runs.start_and_resume
 from uptrain.cli import cli
 
-_train = uptrain.runs.run.train
+_train = uptrain.runs.start_and_resume.train
 
 
 def _measured(*arguments: Any) -> Any:
@@ -44,5 +44,5 @@ def anonymous() -> int:
 
 
 if __name__ == "__main__":
-    uptrain.runs.run.train = _measured
+    uptrain.runs.start_and_resume.train = _measured
     cli.main(sys.argv[2:], standalone_mode=False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from convert.latent.recipe import LATENT
+from convert.latent.latent_recipe import LATENT
 from convert.merging.methods import HEAD_METHODS, LAYER_METHODS
 from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_KEY

@@ -19,7 +19,7 @@ from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
 from uptrain.export import export
 from uptrain.export.export import config_bytes, make_record
 from uptrain.export.model_card import _losses, model_card
-from uptrain.runs.folder import Run
+from uptrain.runs.run_folder import Run
 
 LAYOUTS = [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
 

@@ -115,8 +115,8 @@ def test_a_finished_run_does_not_change(inputs, tmp_path, uptrain, monkeypatch, 
     uptrain(*arguments(inputs, run, *more, steps=4)).succeeded()
     before = tiny.snapshot(run)
     with monkeypatch.context() as patch:
-        patch.setattr("uptrain.runs.run.build", None)
-        patch.setattr("uptrain.runs.run.build_initial", None)
+        patch.setattr("uptrain.runs.start_and_resume.build", None)
+        patch.setattr("uptrain.runs.start_and_resume.build_initial", None)
         result = uptrain("resume", run, "--micro-batch", 1)
     assert (result.code, result.err) == (0, "")
     assert f"{run} is finished already, and has not changed." in result.out

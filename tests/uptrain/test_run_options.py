@@ -15,8 +15,7 @@ from tiny_tokenizers import make_tokenizer
 from model.common.counts import format_count
 from uptrain.budget.budget import BudgetOptions, default_trainable
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs import checks, launch
-from uptrain.runs import run as runs
+from uptrain.runs import checks, launch, start_and_resume
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
 from uptrain.training import loop
@@ -283,8 +282,10 @@ def test_a_run_whose_loss_rose_says_so(uptrain, inputs, tmp_path, held_out):
 
 def test_a_full_disk_at_the_end_fails_no_saved_run(uptrain, inputs, tmp_path, monkeypatch):
     states = []
-    write_run_state = runs._write_run_state
-    monkeypatch.setattr(runs, "_write_run_state", lambda *given: states.append(given[1]) or write_run_state(*given))
+    write_run_state = start_and_resume._write_run_state
+    monkeypatch.setattr(
+        start_and_resume, "_write_run_state", lambda *given: states.append(given[1]) or write_run_state(*given)
+    )
     flush = Metrics.flush
 
     def full_at_the_end(metrics):
@@ -434,7 +435,7 @@ def test_a_gpu_without_cuda_attends_document_by_document(monkeypatch):
 
 
 def test_a_run_says_that_the_gpu_has_no_bfloat16(uptrain, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "emulates_bfloat16", lambda device: True)
+    monkeypatch.setattr(start_and_resume, "emulates_bfloat16", lambda device: True)
     err = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--max-minutes", 0)).succeeded().err
     said = "The GPU has no bf16 of its own (before Ampere), so it computes in fp32."
     assert err.splitlines()[0].endswith(said)

@@ -9,7 +9,7 @@ from model.common.launcher_variables import is_main_process
 from uptrain.commands.options import count_option, max_minutes_option
 from uptrain.commands.resume import WithSettingsOfTheRun
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.folder import Run
+from uptrain.runs.run_folder import Run
 
 
 @click.command("extend", cls=WithSettingsOfTheRun)

@@ -8,7 +8,7 @@ from model.common.command_options import PathType
 from uptrain.commands.options import max_minutes_option, micro_batch_option
 from uptrain.commands.run import command as run_command
 from uptrain.distributed.signals import stop_request
-from uptrain.runs.folder import Run
+from uptrain.runs.run_folder import Run
 
 
 class WithSettingsOfTheRun(click.Command):

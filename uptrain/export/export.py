@@ -30,8 +30,8 @@ from uptrain.models.load import build_meta_from_config
 from uptrain.models.stored_names import stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, model_folder, read_run_state
 from uptrain.runs.make_folder import refuse_existing
+from uptrain.runs.run_folder import CHECKPOINTS, MODEL, RUN_STATE, Run, model_folder, read_run_state
 from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 from model.common.console import warn
 from model.files.names import METRICS
 from uptrain.budget.conversion_record import was_uptrained
-from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
+from uptrain.runs.run_folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.training.loss_rise import MEASURABLE, rise_warning
 from uptrain.training.losses import LOSSES
 from uptrain.training.metrics_log import Record, read_metrics

@@ -10,7 +10,7 @@ from model.common.processes import is_running, pid_namespace
 from model.files.names import METRICS
 from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
 from uptrain.report.history import History
-from uptrain.runs.folder import CHECKPOINTS
+from uptrain.runs.run_folder import CHECKPOINTS
 
 SPEED_STEPS = 32
 """Number of last steps over which the speed is the median."""

@@ -20,7 +20,7 @@ from model.common.errors import (
 from model.common.printable import first_sentence, one_line
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.tensors import SaveError
-from uptrain.runs.folder import CHECKPOINTS
+from uptrain.runs.run_folder import CHECKPOINTS
 
 
 @contextmanager

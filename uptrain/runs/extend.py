@@ -19,9 +19,9 @@ from uptrain.checkpoints.files import (
     read_manifest,
 )
 from uptrain.runs.fingerprints import check_same, check_same_data
-from uptrain.runs.folder import CHECKPOINTS, Run, model_folder
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
+from uptrain.runs.run_folder import CHECKPOINTS, Run, model_folder
 from uptrain.training.learning_rate import EXTENDABLE, decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
 

@@ -12,7 +12,7 @@ from model.language_model import InsideWrapper, open_language_model
 from uptrain.data.teacher_logits import LogitsManifest
 from uptrain.data.token_cache import TokenCache
 from uptrain.models.stored_names import frozen_names
-from uptrain.runs.folder import FINGERPRINTED, Run
+from uptrain.runs.run_folder import FINGERPRINTED, Run
 from uptrain.runs.settings import Settings
 
 N_PIECES, PIECE_BYTES = 64, 1 << 16

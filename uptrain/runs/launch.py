@@ -40,12 +40,12 @@ from uptrain.models.checks import check_init, check_models, check_teachers_token
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, own_logits_warning
 from uptrain.runs.extend import extend, extended_steps
-from uptrain.runs.folder import Run
 from uptrain.runs.make_folder import refuse_existing, refuse_inside
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
-from uptrain.runs.run import FINISHED_BEFORE, resume, start
+from uptrain.runs.run_folder import Run
 from uptrain.runs.settings import RunOptions, Settings
+from uptrain.runs.start_and_resume import FINISHED_BEFORE, resume, start
 from uptrain.training.compiler import check_compiler
 from uptrain.training.learning_rate import EXTENDABLE
 from uptrain.training.loss_rise import rise_warning

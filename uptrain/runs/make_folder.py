@@ -17,7 +17,7 @@ from model.files.staging import check_out, new_folder
 from model.files.write import copy_file, sync_tree, write_file
 from uptrain.budget.budget import Budget
 from uptrain.data.token_cache import TokenCache
-from uptrain.runs.folder import MODEL, RUN_STATE, Run, read_run_state
+from uptrain.runs.run_folder import MODEL, RUN_STATE, Run, read_run_state
 from uptrain.runs.settings import Settings
 
 

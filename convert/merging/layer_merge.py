@@ -17,10 +17,10 @@ from convert.layer_tensors.head_matrices import (
 )
 from convert.layer_tensors.rounding import read_finite, rounded
 from convert.merging.heads import report_on_group
+from convert.merging.merge_recipe import MergeRecipe
 from convert.merging.methods import find_layer_method
 from convert.merging.moments import Maps, Moments, keep_logit_variance, map_heads, moments_from_weights
 from convert.merging.norms import normalise, with_norms
-from convert.merging.recipe import MergeRecipe
 from model.attention_layout import Heads, Sizes
 from model.checkpoint import Checkpoint
 from model.families.family import HeadNorms

@@ -16,7 +16,7 @@ from convert.layer_tensors.rounding import DTYPE_ADVICE, read_finite, rounded
 from model.checkpoint.tensor import FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    from convert.latent.recipe import LatentRecipe
+    from convert.latent.latent_recipe import LatentRecipe
     from model.attention_layout import Heads
     from model.checkpoint import Checkpoint
 

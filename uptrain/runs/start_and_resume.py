@@ -44,10 +44,10 @@ from uptrain.runs.build import RunContext, build, build_initial
 from uptrain.runs.checks import check_batch, check_layer_names
 from uptrain.runs.explain_errors import device_errors_as_run_error, explain_error
 from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerprints
-from uptrain.runs.folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
+from uptrain.runs.run_folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import (
     NO_STEP,
