@@ -144,6 +144,19 @@ def test_ambiguous_and_unknown_originals_are_refused(uptrain, source, known, mon
     uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("not in the table", "--global-batch-tokens")
 
 
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("length", ["--tokens 20k", "--alpha 0.05"])
+def test_the_options_that_a_refusal_names_are_enough(uptrain, source, tmp_path, command, length):
+    """Of a model that is not in the table, as Llama 3, Mistral, Qwen and Gemma are not."""
+    given = length.split()
+    texts = ("--data", "texts", "--out", tmp_path / "run") if command == "run" else ()
+    refused = uptrain(command, source, *texts, *given).refused("not in the table", "To begin without knowing them")
+    advice = refused.err.rstrip(".\n").split("knowing them, ")[1]
+    options = advice.removeprefix("add ").removeprefix(f"replace {length} by ").split()
+    planned = plan(uptrain, source, *options, *(given if advice.startswith("add ") else ()))
+    assert planned["steps"] >= 50 and planned["schedule"]["peak"] == 5e-5
+
+
 def test_epochs_over_a_cache(uptrain, source, cache):
     size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
     once = plan(uptrain, source, "--steps", 2, *size)
