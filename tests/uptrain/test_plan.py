@@ -1,11 +1,13 @@
 """`uptrain plan` tells what a run will be, and refuses what it cannot know."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from caches import write_cache
+from llama_2_7b import write_llama_2_7b
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +18,7 @@ from uptrain.budget.budget import BudgetOptions
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.estimates.training_time import TIME_FORMULA
 from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
@@ -253,7 +256,7 @@ def test_a_chosen_micro_batch_and_rank(uptrain, source):
 
 
 def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
-    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", teacher)
+    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", teacher, "--details")
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", teacher)["memory"]
     assert result.out[: result.out.index("Time for")].rstrip().splitlines()[-1].split()[:3] == [
         "host,",
@@ -274,7 +277,7 @@ def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
 def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
     phi3 = tiny.save(tiny.build("phi3"), tmp_path / "phi3")
     assert plan(uptrain, phi3, "--steps", 5, *SIZE)["memory"]["kv"] is None
-    lines = uptrain("plan", phi3, "--steps", 5, *SIZE).out.splitlines()
+    lines = uptrain("plan", phi3, "--steps", 5, *SIZE, "--details").out.splitlines()
     assert next(line for line in lines if line.startswith("gradients")).split()[-3] == "–"
     uptrain("plan", phi3, "--steps", 5, *SIZE, "--trainable", "kv").refused(
         "in one tensor", "use --trainable attention"
@@ -282,19 +285,38 @@ def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
 
 
 def test_text(uptrain, source):
-    result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b")
+    result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b", "--details")
     (warning,) = result.succeeded().err.splitlines()
     assert warning.startswith("Warning: --original llama-2-7b has another shape than the model")
-    words = ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100", "4 x parameters")
-    for word in (*words, "8 bytes x trained parameters"):
+    for word in ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100"):
         assert word in " ".join(result.out.split()), word
+
+
+def test_without_details_the_text_is_short(uptrain, tmp_path):
+    """It has the memory of the part to train only, and no formulas, which docs/training.md has."""
+    model, teacher = write_llama_2_7b(tmp_path)
+    given = ("plan", model, "--teacher", teacher, "--alpha", 0.0025)
+    out, memory = uptrain(*given).out, json.loads(uptrain(*given, "--json").out)["memory"]
+    (row,) = (line for line in out.splitlines() if line.startswith("one device, or DDP"))
+    both = [total["replicated_bytes_per_process"] for total in (memory["attention"], memory["attention"]["minimum"])]
+    assert row.split()[4:] == " ".join(map(format_bytes, both)).split()
+    text = " ".join(out.split())
+    words = ("steps 1,193", "4,194,304 tokens", "wsd, peak 5e-05", "137 h on 1 H100", "67.65 GB for checkpoints")
+    for word in (*words, "2 windows at a time 1 window, --activation-checkpointing", "--details shows all choices"):
+        assert word in text, word
+    page = " ".join((Path(__file__).parents[2] / "docs/training.md").read_text().split())
+    for formula in (memory["formula"], TIME_FORMULA):
+        assert formula not in text
+    for part in ("4 x parameters + 2 x trained parameters + 2 x teacher's parameters", "8 bytes per trained parameter"):
+        assert part in page and part not in text
+    assert "loss at step 0" not in text and "loss at step 0" in uptrain(*given, "--details").out
 
 
 def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source, teacher):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": "fit"}))
     given = ("plan", source, "--steps", 20, *SIZE, "--teacher", teacher)
-    out = uptrain(*given).out
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    out, details = (uptrain(*given, *more).out for more in ((), ("--details",)))
+    lines = [" ".join(line.split()) for line in details.splitlines()]
     text = " ".join(out.replace("\\\n", " ").split())
     memory = plan(uptrain, *given[1:])["memory"]["attention"]
     needed = format_bytes(memory["replicated_bytes_per_process"])
@@ -313,13 +335,17 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
 def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
     given = ("plan", source, "--steps", 20, *SIZE, "--trainable", "kv")
     chosen = " ".join(uptrain(*given).out.replace("\\\n", " ").split())
-    assert "in short training kv takes" in chosen and "--trainable (* chosen)" in chosen
+    assert "in short training kv takes" in chosen and "Memory of a device for --trainable kv" in chosen
+    assert "--trainable (* chosen)" in uptrain(*given, "--details").out
     assert chosen.endswith("--trainable kv --data CACHE --out RUN")
     needed = plan(uptrain, *given[1:])["memory"]["kv"]
     room = (needed["replicated_bytes_per_process"] + needed["minimum"]["replicated_bytes_per_process"]) // 2
     fitting = " ".join(uptrain(*given, "--memory", room).out.replace("\\\n", " ").split())
     command = plan(uptrain, *given[1:], "--memory", room)["memory"]["fitting"]["1"]["command"]
     assert "--trainable kv" in command and "--micro-batch 8 " not in command  # 8 is the default here
+    # A CPU computes in float32 by default, and would be slow in bfloat16.
+    assert " --precision bf16" in command and "--precision" not in fitting
+    command = command.replace(" --precision bf16", "")
     assert fitting.endswith(
         f"--out CACHE {command} --steps 20 --global-batch-tokens 64000 --lr 0.001 --data CACHE --out RUN"
     )
@@ -402,11 +428,11 @@ def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, p
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
     planned = plan(uptrain, source, *budget)
     assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
-    shown = " ".join(uptrain("plan", source, *budget).out.split())
+    shown = " ".join(uptrain("plan", source, *budget, "--details").out.split())
     assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
     given = (*budget, "--lr", 3e-4)
     assert plan(uptrain, source, *given)["default_peaks"] is None
-    assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given).out.split())
+    assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given, "--details").out.split())
     # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
     for part, default in {None: peak, **planned["default_peaks"]}.items():
@@ -452,7 +478,7 @@ def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):
         uptrain(*fixed, *options).refused("under other names than the files do", "use --trainable attention")
     plan = json.loads(uptrain(*fixed, "--trainable", "attention").succeeded().out)
     assert [plan["memory"][part] is None for part in ("all", "attention", "kv", "lora")] == [True, False, False, True]
-    shown = uptrain(*fixed[:-1], "--trainable", "attention").succeeded().out
+    shown = uptrain(*fixed[:-1], "--trainable", "attention", "--details").succeeded().out
     row = next(line.split() for line in shown.splitlines() if line.startswith("one device, or DDP"))
     assert (row[4], row[-1]) == ("–", "–") and row[5] != "–"
 
