@@ -173,6 +173,22 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
 
 
+def test_texts_are_planned_without_their_epochs(uptrain, source, tmp_path):
+    """Only tokenising counts the tokens of texts."""
+    folder, file = tmp_path / "texts", tmp_path / "more.jsonl"
+    folder.mkdir()
+    (folder / "one.txt").write_text("A text.")
+    file.write_text('{"text": "A text."}\n')
+    for texts in (folder, file):
+        assert plan(uptrain, source, "--steps", 5, *SIZE, "--data", texts)["data"] is None
+        text = " ".join(uptrain("plan", source, "--steps", 5, *SIZE, "--data", texts).out.replace("\\\n", " ").split())
+        assert "epochs known after `uptrain prepare`" in text
+        assert f"uptrain prepare --data {texts} --tokenizer {source}" in text
+        assert text.endswith("--lr 0.001 --seq-len 1000 --data CACHE --out RUN")
+    (tmp_path / "empty").mkdir()
+    uptrain("plan", source, "--steps", 5, *SIZE, "--data", tmp_path / "empty").refused("--data", "empty")
+
+
 @pytest.mark.parametrize(
     ("steps", "schedule", "expected"), [(3, "wsd", 4.2), (3, "cosine", 3.2), (2, "wsd", 3.2), (1, "constant", 1.2)]
 )

@@ -59,7 +59,12 @@ KINDS = {
 @click.argument("model", type=ModelFolder())
 @budget_options
 @schedule_options
-@click.option("--data", type=PathType(), metavar="CACHE", help="The token cache to train on.")
+@click.option(
+    "--data",
+    type=PathType(),
+    metavar="CACHE|PATH",
+    help="What to train on: a token cache, of which the epochs are shown, or texts.",
+)
 @seq_len_option
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
@@ -92,6 +97,8 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     """
     from uptrain.estimates.plan import PlanOptions, plan_run
 
+    texts = options["data"] if _is_texts(options["data"]) else None
+    options["data"] = None if texts else options["data"]
     plan = plan_run(PlanOptions(model=model, budget=pop_fields(BudgetOptions, options), **options))
     rank = options["lora_rank"] or DEFAULT_RANK
     plan["warnings"] += _check_inputs(
@@ -103,6 +110,7 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     rows = [
         ("in short", _summary(plan)),
         *_budget(plan, details),
+        *([("epochs", "known after `uptrain prepare`, which counts the tokens")] if texts else []),
         *_learning(plan, details),
         *_estimates(plan, details),
     ]
@@ -120,7 +128,18 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
         echo("\n--details shows all choices of --trainable, and the learning rates.")
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
-    echo(f"\nNext:\n{_next_command(plan)}")
+    echo(f"\nNext:\n{_next_command(plan, texts)}")
+
+
+def _is_texts(data: Path | None) -> bool:
+    """Return whether `--data` names texts, not a token cache. Raises InputError for texts that `run` refuses."""
+    from uptrain.data.prepare.sources import find_sources
+    from uptrain.data.token_cache import MANIFEST
+
+    if data is None or not data.exists() or (data / MANIFEST).is_file():
+        return False
+    find_sources((str(data),))
+    return True
 
 
 def _check_inputs(
@@ -183,7 +202,7 @@ def _nothing_fits(n: int) -> str:
     return f"nothing fits {counted(n, 'device')} of {format_bytes(click.get_current_context().params['memory'])}"
 
 
-def _next_command(plan: dict[str, Any]) -> str:
+def _next_command(plan: dict[str, Any], texts: Path | None) -> str:
     """Return the commands that prepare the data and train as planned, with the options that were given.
 
     With --memory, it is the first that fits.
@@ -191,7 +210,7 @@ def _next_command(plan: dict[str, Any]) -> str:
     from uptrain.estimates.plan import program_on
 
     context, n = click.get_current_context(), plan["processes"]
-    covered = {"model", "processes", "memory", "details"}
+    covered = {"model", "processes", "memory", "details"} | ({"data"} if texts else set())
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
@@ -207,10 +226,10 @@ def _next_command(plan: dict[str, Any]) -> str:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
     if plan["data"]:
         return _wrapped([*parts, "--out RUN"])
-    return f"{_prepare_command(plan)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
+    return f"{_prepare_command(plan, texts)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
 
 
-def _prepare_command(plan: dict[str, Any]) -> str:
+def _prepare_command(plan: dict[str, Any], texts: Path | None) -> str:
     """Return the command that makes the token cache, with a little more than the planned tokens, in three digits."""
     more = Decimal(plan["tokens"]) * Decimal("1.001")
     digits = more.quantize(Decimal(1).scaleb(max(0, more.adjusted() - 2)), ROUND_UP)
@@ -219,7 +238,8 @@ def _prepare_command(plan: dict[str, Any]) -> str:
     )
     tokens = f"{digits.scaleb(-power).normalize():f}{unit}"
     model = shlex.quote(plan["model"])
-    parts = ["uptrain prepare --data TEXTS", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
+    data = shlex.quote(str(texts)) if texts else "TEXTS"
+    parts = [f"uptrain prepare --data {data}", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
     return _wrapped([*parts, f"--tokens {tokens}", "--out CACHE"])
 
 
