@@ -1,6 +1,7 @@
 """`uptrain plan` tells what a run will be, and refuses what it cannot know."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def known(monkeypatch):
         for n in (1, 2)
     ]
     monkeypatch.setattr(identify, "ORIGINALS", (*pretraining.ORIGINALS, *rows))
+
+
+@pytest.fixture
+def llama_2_of_tiny_shape(monkeypatch):
+    """Give Llama 2 7B the shape of the tiny model, but for one token of the vocabulary."""
+    row = replace(identify.find_original("llama-2-7b"), shape=(*TINY_SHAPE[:-1], TINY_SHAPE[-1] + 1))
+    monkeypatch.setattr(identify, "ORIGINALS", (row,))
 
 
 def plan(uptrain, *arguments):
@@ -171,6 +179,16 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert often["warnings"] == [repeated, beyond_context("4,000")]
     said = uptrain("plan", source, "--steps", 5, *size).err
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
+
+
+def test_data_are_not_planned_to_be_read_a_thousand_times(uptrain, source, cache):
+    size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
+    uptrain("plan", source, "--tokens", "200M", *size).refused(
+        "the data would be read 2,000 times", "prepare more tokens", "give --steps 5000 in place of --tokens"
+    )
+    meant = plan(uptrain, source, "--steps", 5000, *size)
+    assert meant["warnings"][0].startswith("the data are read 2,000 times;")
+    assert plan(uptrain, source, "--tokens", "10M", *size)["data"]["epochs"] == 100
 
 
 def test_texts_are_planned_without_their_epochs(uptrain, source, tmp_path):
@@ -300,7 +318,7 @@ def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
     )
 
 
-def test_text(uptrain, source):
+def test_text(uptrain, source, llama_2_of_tiny_shape):
     result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b", "--details")
     (warning,) = result.succeeded().err.splitlines()
     assert warning.startswith("Warning: --original llama-2-7b has another shape than the model")
@@ -439,7 +457,7 @@ def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expe
 
 
 @pytest.mark.parametrize(("method", "peak"), [("mean", 1e-4), ("fit", 5e-5), ("latent", 2e-5)])
-def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, peak):
+def test_the_default_peak_follows_from_the_conversion(uptrain, source, llama_2_of_tiny_shape, method, peak):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": method}))
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
     planned = plan(uptrain, source, *budget)
@@ -499,7 +517,7 @@ def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):
     assert (row[4], row[-1]) == ("–", "–") and row[5] != "–"
 
 
-def test_few_steps_of_the_originals_batch(uptrain, source):
+def test_few_steps_of_the_originals_batch(uptrain, source, llama_2_of_tiny_shape):
     fixed = ("--tokens", "20M", "--original", "llama-2-7b")
     assert plan(uptrain, source, *fixed)["steps"] == 5
     other, warning = plan(uptrain, source, *fixed)["warnings"]

@@ -16,13 +16,15 @@ from model.common.checks import MAX_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
 from uptrain.budget.conversion_record import conversion_method
-from uptrain.budget.identify import find_original, known_originals
+from uptrain.budget.identify import check_shape, find_original, known_originals
 from uptrain.budget.methods import peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.training.learning_rate import Schedule, default_warmup
 
 FEW_STEPS = 50
 """Fewer are mostly warm-up and decay."""
+MAX_EPOCHS = 100
+"""A run reads its data at most so often, unless --steps was given. Up to four times cost little (docs/training.md)."""
 FIRST_RUN_TOKENS, FIRST_RUN_BATCH_TOKENS = 50 * 10**6, 2**17
 """Length and global batch of a first run (docs/training.md, "How far to train"), about 400 steps."""
 
@@ -100,9 +102,12 @@ def make_budget(
 
     `source_names`, and the `method` of its conversion: see `uptrain.budget.conversion_record`.
 
-    Raises InputError with every option that would help if the original is unknown or ambiguous.
+    Raises InputError with every option that would help if the original is unknown or ambiguous, and for an original of
+    another shape.
     """
     name = options.original
+    if name is not None:
+        check_shape(config, name)
     candidates = known_originals(config, source_names) if name is None else (find_original(name),)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
@@ -155,11 +160,22 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and is_part else "all"
 
 
+def check_repetition(options: BudgetOptions, budget: Budget, epochs: float) -> None:
+    """Raise InputError if the data are read more than MAX_EPOCHS times, unless the number of steps was chosen."""
+    if epochs > MAX_EPOCHS and options.steps is None:
+        raise InputError(
+            f"the data would be read {epochs:,.0f} times, and more than {MAX_EPOCHS} are refused; prepare more tokens, "
+            f"or train for less. If this is meant, give --steps {budget.steps} in place of "
+            f"--{'alpha' if options.tokens is None else 'tokens'}."
+        )
+
+
 def repetition_warning(epochs: float) -> str | None:
     """Return a warning if the data are read more than once."""
     if epochs <= 1:
         return None
-    return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
+    times = f"{epochs:.2f}" if epochs <= MAX_EPOCHS else f"{epochs:,.0f}"
+    return f"the data are read {times} times; prepare more tokens to see each only once."
 
 
 def evaluation_warning(evaluated: int, trained: int) -> str | None:
