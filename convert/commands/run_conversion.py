@@ -141,7 +141,7 @@ def _print_next_steps(checkpoint: Checkpoint, source: str, written: str) -> None
     console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
     console.echo(
         "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
-        "   --tokens N --global-batch-tokens N --lr LR)"
+        "   --tokens 50M --global-batch-tokens 131072 --lr 5e-5)"
     )
 
 

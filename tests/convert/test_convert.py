@@ -458,6 +458,7 @@ def test_the_summary_of_a_conversion(convert, source, tmp_path):
     assert not any(line.startswith(("not copied", "to ")) for line in done)
     for command in ("evaluate", "run"):
         assert any(line.startswith(f"uptrain {command} {out} --teacher {source} --data ") for line in done)
+    assert "--tokens 50M --global-batch-tokens 131072 --lr 5e-5)" in done, "for a model that uptrain does not know"
     copied = "\n".join(shown("to-hf", source, copy, "--max-shard-size", "1GB"))
     assert "The number of K/V heads is unchanged." in copied and "in 1 file\n" in copied
     assert "merged" not in copied and "uptrain" not in copied

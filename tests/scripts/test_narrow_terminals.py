@@ -8,6 +8,7 @@ import pytest
 import real_runs
 import tiny
 import written_runs
+from llama_2_7b import write_llama_2_7b
 from tiny_tokenizers import make_tokenizer
 
 PLAN = (
@@ -47,6 +48,7 @@ def large(tmp_path_factory):
         ),
         ("convert", ["mha-to-gqa", "s", "o", "--groups", "8", "--method", "mean"], ["merged", "\n  uptrain run o "]),
         ("uptrain", ["plan", "s", *PLAN], ["100,000,000,000"]),
+        ("uptrain", ["plan", "s", *PLAN, "--details"], ["host, while reading", "8 A100"]),
         (
             "uptrain",
             ["prepare", "--data", f"{LONG}.txt", "--tokenizer", "s", "--seq-len", "16", "--out", "cache"],
@@ -61,6 +63,18 @@ def test_output_fits_80_columns(large, program, arguments, words):
     assert max(map(len, shown.splitlines())) <= 80, shown
     assert "…" not in shown
     assert all(word in shown for word in words), shown
+
+
+@pytest.mark.parametrize("options", [(), ("--memory", "24GB"), ("--memory", "24GB", "--processes", "16")])
+def test_a_plan_fits_a_screen_of_40_lines(tmp_path, options):
+    model, teacher = write_llama_2_7b(tmp_path)
+    command = [sys.executable, "-m", "uptrain", "plan", model.name, "--teacher", teacher.name, "--alpha", "0.0025"]
+    environment = {**real_runs.environment(), "COLUMNS": "80"}
+    ran = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = ran.stdout.splitlines()
+    assert len(lines) <= 36 and max(map(len, lines)) <= 80, ran.stdout
 
 
 @pytest.mark.parametrize("columns", ["0", "40", "66"])

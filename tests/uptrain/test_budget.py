@@ -198,12 +198,37 @@ def test_unknown_model_is_refused():
         "the model's pre-training is not in the table of known originals; give --original-tokens (how many tokens it "
         "was pre-trained on, e.g. 2T; not needed with --tokens N or --steps N in place of --alpha), "
         "--global-batch-tokens (tokens of one optimizer step, e.g. 4194304), --lr (peak learning rate; 1/3 of the "
-        "pre-training's is usual), or name a known one with --original NAME (an unknown NAME lists them)."
+        "pre-training's is usual), or name a known one with --original NAME (an unknown NAME lists them). To begin "
+        "without knowing them, replace --alpha 0.05 by --tokens 50M --global-batch-tokens 131072 --lr 5e-5."
     )
     assert refusal(BudgetOptions(tokens=10**9, global_batch_tokens=2**20), {}) == (
         "the model's pre-training is not in the table of known originals; give --lr (peak learning rate; 1/3 of the "
         "pre-training's is usual), or name a known one with --original NAME (an unknown NAME lists them)."
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "seq_len", "first_run"),
+    [
+        (BudgetOptions(alpha=0.05, lr=1e-4), 4096, "replace --alpha 0.05 by --tokens 50M --global-batch-tokens 131072"),
+        (BudgetOptions(alpha=0.1, original_tokens=10**12), 4096, "add --global-batch-tokens 131072 --lr 5e-5"),
+        (BudgetOptions(steps=100, global_batch_tokens=4096), 4096, "add --lr 5e-5"),
+        # a small batch for few tokens, and always whole windows, whose number most numbers of GPUs divide
+        (BudgetOptions(tokens=20_000), 64, "add --global-batch-tokens 256 --lr 5e-5"),
+        (BudgetOptions(tokens=20_000), 4096, "add --global-batch-tokens 4096 --lr 5e-5"),
+        (BudgetOptions(tokens=10**9), 1000, "add --global-batch-tokens 128000 --lr 5e-5"),
+    ],
+)
+def test_the_refusal_names_options_that_start_a_first_run(options, seq_len, first_run):
+    unknown = {"model_type": "llama"}
+    with pytest.raises(InputError) as refused:
+        make_budget(options, unknown, (), seq_len, "fit", "attention")
+    assert str(refused.value).endswith(f" To begin without knowing them, {first_run}.")
+
+
+def test_a_first_run_of_all_parameters_begins_lower():
+    with pytest.raises(InputError, match="--lr 2e-5"):
+        make_budget(BudgetOptions(tokens=10**9), {"model_type": "llama"}, (), 4096, "fit", "all")
 
 
 def test_unknown_name_lists_the_known():

@@ -175,7 +175,9 @@ def test_plan_names_commands_that_fit(uptrain, seven):
     assert one["command"] == f"uptrain run {model} --teacher {teacher} {options}"
     assert fitting["2"]["command"].startswith(f"GPUS=2 scripts/uptrain_multi_gpu.sh run {model}")
     text = " ".join(uptrain(*fixed, "--memory", "24GB").out.split())
-    assert "Commands that fit into 24 GB" in text and "--activation-checkpointing" in text
+    of_one = " ".join(uptrain(*fixed[:-2], "--memory", "24GB").out.split())
+    assert "training kv takes" in of_one and "peak 0.0001, " in of_one, "the rate of the part that fits"
+    assert "Options that fit into 24 GB" in text and "--activation-checkpointing" in text
     assert "--trainable attention" in fitting["8"]["command"], "all is not tried after a conversion"
     small = json.loads(uptrain(*fixed, "--memory", "3 GB", "--json").out)["memory"]["fitting"]
     assert set(small.values()) == {None}

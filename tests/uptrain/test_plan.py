@@ -1,11 +1,14 @@
 """`uptrain plan` tells what a run will be, and refuses what it cannot know."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from caches import write_cache
+from llama_2_7b import write_llama_2_7b
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import make_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +19,7 @@ from uptrain.budget.budget import BudgetOptions
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.run_data import seq_len_of
 from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.estimates.training_time import TIME_FORMULA
 from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.resolve_settings import resolve_settings
 from uptrain.runs.settings import RunOptions
@@ -50,6 +54,13 @@ def known(monkeypatch):
         for n in (1, 2)
     ]
     monkeypatch.setattr(identify, "ORIGINALS", (*pretraining.ORIGINALS, *rows))
+
+
+@pytest.fixture
+def llama_2_of_tiny_shape(monkeypatch):
+    """Give Llama 2 7B the shape of the tiny model, but for one token of the vocabulary."""
+    row = replace(identify.find_original("llama-2-7b"), shape=(*TINY_SHAPE[:-1], TINY_SHAPE[-1] + 1))
+    monkeypatch.setattr(identify, "ORIGINALS", (row,))
 
 
 def plan(uptrain, *arguments):
@@ -144,6 +155,19 @@ def test_ambiguous_and_unknown_originals_are_refused(uptrain, source, known, mon
     uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("not in the table", "--global-batch-tokens")
 
 
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("length", ["--tokens 20k", "--alpha 0.05"])
+def test_the_options_that_a_refusal_names_are_enough(uptrain, source, tmp_path, command, length):
+    """Of a model that is not in the table, as Llama 3, Mistral, Qwen and Gemma are not."""
+    given = length.split()
+    texts = ("--data", "texts", "--out", tmp_path / "run") if command == "run" else ()
+    refused = uptrain(command, source, *texts, *given).refused("not in the table", "To begin without knowing them")
+    advice = refused.err.rstrip(".\n").split("knowing them, ")[1]
+    options = advice.removeprefix("add ").removeprefix(f"replace {length} by ").split()
+    planned = plan(uptrain, source, *options, *(given if advice.startswith("add ") else ()))
+    assert planned["steps"] >= 50 and planned["schedule"]["peak"] == 5e-5
+
+
 def test_epochs_over_a_cache(uptrain, source, cache):
     size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
     once = plan(uptrain, source, "--steps", 2, *size)
@@ -155,6 +179,32 @@ def test_epochs_over_a_cache(uptrain, source, cache):
     assert often["warnings"] == [repeated, beyond_context("4,000")]
     said = uptrain("plan", source, "--steps", 5, *size).err
     assert " ".join(said.split()) == f"Warning: {repeated} Warning: {beyond_context('4,000')}"
+
+
+def test_data_are_not_planned_to_be_read_a_thousand_times(uptrain, source, cache):
+    size = ("--global-batch-tokens", 40_000, "--lr", 1e-3, "--data", cache)
+    uptrain("plan", source, "--tokens", "200M", *size).refused(
+        "the data would be read 2,000 times", "prepare more tokens", "give --steps 5000 in place of --tokens"
+    )
+    meant = plan(uptrain, source, "--steps", 5000, *size)
+    assert meant["warnings"][0].startswith("the data are read 2,000 times;")
+    assert plan(uptrain, source, "--tokens", "10M", *size)["data"]["epochs"] == 100
+
+
+def test_texts_are_planned_without_their_epochs(uptrain, source, tmp_path):
+    """Only tokenising counts the tokens of texts."""
+    folder, file = tmp_path / "texts", tmp_path / "more.jsonl"
+    folder.mkdir()
+    (folder / "one.txt").write_text("A text.")
+    file.write_text('{"text": "A text."}\n')
+    for texts in (folder, file):
+        assert plan(uptrain, source, "--steps", 5, *SIZE, "--data", texts)["data"] is None
+        text = " ".join(uptrain("plan", source, "--steps", 5, *SIZE, "--data", texts).out.replace("\\\n", " ").split())
+        assert "epochs known after `uptrain prepare`" in text
+        assert f"uptrain prepare --data {texts} --tokenizer {source}" in text
+        assert text.endswith("--lr 0.001 --seq-len 1000 --data CACHE --out RUN")
+    (tmp_path / "empty").mkdir()
+    uptrain("plan", source, "--steps", 5, *SIZE, "--data", tmp_path / "empty").refused("--data", "empty")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +290,7 @@ def test_a_chosen_micro_batch_and_rank(uptrain, source):
 
 
 def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
-    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", teacher)
+    result = uptrain("plan", source, "--steps", 5, *SIZE, "--teacher", teacher, "--details")
     memory = plan(uptrain, source, "--steps", 5, *SIZE, "--teacher", teacher)["memory"]
     assert result.out[: result.out.index("Time for")].rstrip().splitlines()[-1].split()[:3] == [
         "host,",
@@ -261,27 +311,46 @@ def test_memory_of_the_parts_side_by_side(uptrain, source, teacher):
 def test_a_part_that_the_model_does_not_have(uptrain, tmp_path):
     phi3 = tiny.save(tiny.build("phi3"), tmp_path / "phi3")
     assert plan(uptrain, phi3, "--steps", 5, *SIZE)["memory"]["kv"] is None
-    lines = uptrain("plan", phi3, "--steps", 5, *SIZE).out.splitlines()
+    lines = uptrain("plan", phi3, "--steps", 5, *SIZE, "--details").out.splitlines()
     assert next(line for line in lines if line.startswith("gradients")).split()[-3] == "–"
     uptrain("plan", phi3, "--steps", 5, *SIZE, "--trainable", "kv").refused(
         "in one tensor", "use --trainable attention"
     )
 
 
-def test_text(uptrain, source):
-    result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b")
+def test_text(uptrain, source, llama_2_of_tiny_shape):
+    result = uptrain("plan", source, "--alpha", 0.05, "--original", "llama-2-7b", "--details")
     (warning,) = result.succeeded().err.splitlines()
     assert warning.startswith("Warning: --original llama-2-7b has another shape than the model")
-    words = ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100", "4 x parameters")
-    for word in (*words, "8 bytes x trained parameters"):
+    for word in ("23,842", "100 B", "sure", "arXiv 2307.09288", "decay from step", "█", "1 H100"):
         assert word in " ".join(result.out.split()), word
+
+
+def test_without_details_the_text_is_short(uptrain, tmp_path):
+    """It has the memory of the part to train only, and no formulas, which docs/training.md has."""
+    model, teacher = write_llama_2_7b(tmp_path)
+    given = ("plan", model, "--teacher", teacher, "--alpha", 0.0025)
+    out, memory = uptrain(*given).out, json.loads(uptrain(*given, "--json").out)["memory"]
+    (row,) = (line for line in out.splitlines() if line.startswith("one device, or DDP"))
+    both = [total["replicated_bytes_per_process"] for total in (memory["attention"], memory["attention"]["minimum"])]
+    assert row.split()[4:] == " ".join(map(format_bytes, both)).split()
+    text = " ".join(out.split())
+    words = ("steps 1,193", "4,194,304 tokens", "wsd, peak 5e-05", "137 h on 1 H100", "67.65 GB for checkpoints")
+    for word in (*words, "2 windows at a time 1 window, --activation-checkpointing", "--details shows all choices"):
+        assert word in text, word
+    page = " ".join((Path(__file__).parents[2] / "docs/training.md").read_text().split())
+    for formula in (memory["formula"], TIME_FORMULA):
+        assert formula not in text
+    for part in ("4 x parameters + 2 x trained parameters + 2 x teacher's parameters", "8 bytes per trained parameter"):
+        assert part in page and part not in text
+    assert "loss at step 0" not in text and "loss at step 0" in uptrain(*given, "--details").out
 
 
 def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, source, teacher):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": "fit"}))
     given = ("plan", source, "--steps", 20, *SIZE, "--teacher", teacher)
-    out = uptrain(*given).out
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    out, details = (uptrain(*given, *more).out for more in ((), ("--details",)))
+    lines = [" ".join(line.split()) for line in details.splitlines()]
     text = " ".join(out.replace("\\\n", " ").split())
     memory = plan(uptrain, *given[1:])["memory"]["attention"]
     needed = format_bytes(memory["replicated_bytes_per_process"])
@@ -300,13 +369,17 @@ def test_the_text_begins_with_an_answer_and_ends_with_the_next_command(uptrain, 
 def test_the_next_command_fits_the_memory_and_trains_the_part(uptrain, source):
     given = ("plan", source, "--steps", 20, *SIZE, "--trainable", "kv")
     chosen = " ".join(uptrain(*given).out.replace("\\\n", " ").split())
-    assert "in short training kv takes" in chosen and "--trainable (* chosen)" in chosen
+    assert "in short training kv takes" in chosen and "Memory of a device for --trainable kv" in chosen
+    assert "--trainable (* chosen)" in uptrain(*given, "--details").out
     assert chosen.endswith("--trainable kv --data CACHE --out RUN")
     needed = plan(uptrain, *given[1:])["memory"]["kv"]
     room = (needed["replicated_bytes_per_process"] + needed["minimum"]["replicated_bytes_per_process"]) // 2
     fitting = " ".join(uptrain(*given, "--memory", room).out.replace("\\\n", " ").split())
     command = plan(uptrain, *given[1:], "--memory", room)["memory"]["fitting"]["1"]["command"]
     assert "--trainable kv" in command and "--micro-batch 8 " not in command  # 8 is the default here
+    # A CPU computes in float32 by default, and would be slow in bfloat16.
+    assert " --precision bf16" in command and "--precision" not in fitting
+    command = command.replace(" --precision bf16", "")
     assert fitting.endswith(
         f"--out CACHE {command} --steps 20 --global-batch-tokens 64000 --lr 0.001 --data CACHE --out RUN"
     )
@@ -384,16 +457,16 @@ def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expe
 
 
 @pytest.mark.parametrize(("method", "peak"), [("mean", 1e-4), ("fit", 5e-5), ("latent", 2e-5)])
-def test_the_default_peak_follows_from_the_conversion(uptrain, source, method, peak):
+def test_the_default_peak_follows_from_the_conversion(uptrain, source, llama_2_of_tiny_shape, method, peak):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": method}))
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
     planned = plan(uptrain, source, *budget)
     assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
-    shown = " ".join(uptrain("plan", source, *budget).out.split())
+    shown = " ".join(uptrain("plan", source, *budget, "--details").out.split())
     assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
     given = (*budget, "--lr", 3e-4)
     assert plan(uptrain, source, *given)["default_peaks"] is None
-    assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given).out.split())
+    assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given, "--details").out.split())
     # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
     for part, default in {None: peak, **planned["default_peaks"]}.items():
@@ -439,12 +512,12 @@ def test_experts_are_not_planned_to_be_trained(uptrain, tmp_path):
         uptrain(*fixed, *options).refused("under other names than the files do", "use --trainable attention")
     plan = json.loads(uptrain(*fixed, "--trainable", "attention").succeeded().out)
     assert [plan["memory"][part] is None for part in ("all", "attention", "kv", "lora")] == [True, False, False, True]
-    shown = uptrain(*fixed[:-1], "--trainable", "attention").succeeded().out
+    shown = uptrain(*fixed[:-1], "--trainable", "attention", "--details").succeeded().out
     row = next(line.split() for line in shown.splitlines() if line.startswith("one device, or DDP"))
     assert (row[4], row[-1]) == ("–", "–") and row[5] != "–"
 
 
-def test_few_steps_of_the_originals_batch(uptrain, source):
+def test_few_steps_of_the_originals_batch(uptrain, source, llama_2_of_tiny_shape):
     fixed = ("--tokens", "20M", "--original", "llama-2-7b")
     assert plan(uptrain, source, *fixed)["steps"] == 5
     other, warning = plan(uptrain, source, *fixed)["warnings"]

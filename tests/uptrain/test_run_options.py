@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 
 import caches
@@ -100,16 +101,26 @@ def test_options_that_are_missing_or_unknown(uptrain):
 def test_an_original_of_another_shape(uptrain, inputs, tmp_path):
     """Only if `--original` names it: otherwise the shape decides."""
     steps = ("--steps", 2, "--lr", 1e-3, "--global-batch-tokens", 256)
-    warning = "--original llama-2-7b has another shape than the model (hidden_size 4,096, not 32; num_hidden_layers"
-    for original, warns in (("llama-2-7b", True), (None, False)):
-        named = ("--original", original) if original else ()
-        planned = uptrain("plan", inputs["model"], *steps, "--seq-len", 32, *named).succeeded()
-        assert (warning in planned.err) == warns
-        out = tmp_path / f"run-{original}"
-        begun = uptrain(
-            "run", inputs["model"], "--data", inputs["data"], *steps, *named, "--out", out, "--max-minutes", 0
-        )
-        assert (warning in begun.succeeded().err) == warns
+    words = "--original llama-2-7b has another shape than the model (hidden_size 4,096, not 32; num_hidden_layers"
+    commands = {
+        "plan": ("plan", inputs["model"], "--seq-len", 32),
+        "run": ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--max-minutes", 0),
+    }
+    for command in commands.values():
+        refused = uptrain(*command, *steps, "--original", "llama-2-7b")
+        refused.refused(words, "give them as --original-tokens, --global-batch-tokens and --lr")
+        assert not (tmp_path / "run").exists()
+        assert "another shape" not in uptrain(*command, *steps).succeeded().err
+
+
+def test_only_steps_make_a_run_read_its_data_a_hundred_times(uptrain, inputs, tmp_path):
+    fixed = ("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", "--max-minutes", 0)
+    size = ("--lr", 1e-3, "--global-batch-tokens", 256)
+    many = ("--alpha", 0.05, "--original-tokens", "2B")
+    times = uptrain(*fixed, *size, *many).refused("the data would be read ", " times, and more than 100 are refused")
+    assert not (tmp_path / "run").exists()
+    n_steps = re.search(r"give --steps (\d+) in place of --alpha", times.err)[1]
+    assert "Warning: the data are read " in uptrain(*fixed, *size, "--steps", n_steps).succeeded().err
 
 
 def test_the_help_shows_no_range_without_bounds(uptrain):

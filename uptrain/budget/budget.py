@@ -16,13 +16,17 @@ from model.common.checks import MAX_COUNT
 from model.common.counts import format_count
 from model.common.errors import InputError
 from uptrain.budget.conversion_record import conversion_method
-from uptrain.budget.identify import find_original, known_originals
+from uptrain.budget.identify import check_shape, find_original, known_originals
 from uptrain.budget.methods import peak_divisor
 from uptrain.budget.pretraining import PretrainingRecord
 from uptrain.training.learning_rate import Schedule, default_warmup
 
 FEW_STEPS = 50
 """Fewer are mostly warm-up and decay."""
+MAX_EPOCHS = 100
+"""A run reads its data at most so often, unless --steps was given. Up to four times cost little (docs/training.md)."""
+FIRST_RUN_TOKENS, FIRST_RUN_BATCH_TOKENS = 50 * 10**6, 2**17
+"""Length and global batch of a first run (docs/training.md, "How far to train"), about 400 steps."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,19 @@ def make_budget(
 
     `source_names`, and the `method` of its conversion: see `uptrain.budget.conversion_record`.
 
-    Raises InputError with every option that would help if the original is unknown or ambiguous.
+    Raises InputError with every option that would help if the original is unknown or ambiguous, and for an original of
+    another shape.
     """
     name = options.original
+    if name is not None:
+        check_shape(config, name)
     candidates = known_originals(config, source_names) if name is None else (find_original(name),)
     original = candidates[0] if len(candidates) == 1 else None
     if original is None:
-        _check_complete(options, candidates, peak_divisor(method, trainable))
+        divisor = peak_divisor(method, trainable)
+        # a run from random weights has no config.json here, and no parent to stay close to
+        first_run = _first_run(options, seq_len, divisor) if config else ""
+        _check_complete(options, candidates, divisor, first_run)
     original_tokens = options.original_tokens or (original.tokens if original else None)
     batch = options.global_batch_tokens or (original.batch_tokens if original else 0)
     _check_batch(batch, seq_len)
@@ -150,11 +160,22 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and is_part else "all"
 
 
+def check_repetition(options: BudgetOptions, budget: Budget, epochs: float) -> None:
+    """Raise InputError if the data are read more than MAX_EPOCHS times, unless the number of steps was chosen."""
+    if epochs > MAX_EPOCHS and options.steps is None:
+        raise InputError(
+            f"the data would be read {epochs:,.0f} times, and more than {MAX_EPOCHS} are refused; prepare more tokens, "
+            f"or train for less. If this is meant, give --steps {budget.steps} in place of "
+            f"--{'alpha' if options.tokens is None else 'tokens'}."
+        )
+
+
 def repetition_warning(epochs: float) -> str | None:
     """Return a warning if the data are read more than once."""
     if epochs <= 1:
         return None
-    return f"the data are read {epochs:.2f} times; prepare more tokens to see each only once."
+    times = f"{epochs:.2f}" if epochs <= MAX_EPOCHS else f"{epochs:,.0f}"
+    return f"the data are read {times} times; prepare more tokens to see each only once."
 
 
 def evaluation_warning(evaluated: int, trained: int) -> str | None:
@@ -192,8 +213,30 @@ def default_peak(original_peak: float, divisor: int) -> float:
     return float(Fraction(str(original_peak)) / divisor)
 
 
-def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingRecord], divisor: int) -> None:
-    """Raise InputError if options are missing that only a single original could supply."""
+def _first_run(options: BudgetOptions, seq_len: int, divisor: int) -> str:
+    """Return a sentence with values, for a first run, of the options that are not given."""
+    replaces_alpha = options.alpha is not None and options.original_tokens is None
+    batch = FIRST_RUN_BATCH_TOKENS
+    if options.steps is None and not replaces_alpha:
+        n_tokens = options.tokens or int((options.alpha or 0) * (options.original_tokens or 0))
+        batch = min(batch, n_tokens // FEW_STEPS)
+    # A power of two, so that the windows of a step can be divided among the GPUs of a machine.
+    n_windows = 1 << max(0, (batch // seq_len).bit_length() - 1)
+    words = [f"--tokens {FIRST_RUN_TOKENS // 10**6}M"] if replaces_alpha else []
+    words += [f"--global-batch-tokens {n_windows * seq_len}"] if options.global_batch_tokens is None else []
+    rate = "5e-5" if divisor <= 6 else "2e-5"  # a sixth and a fifteenth of 3e-4, a usual peak of pre-trainings
+    words += [f"--lr {rate}"] if options.lr is None else []
+    replaced = f"replace --alpha {options.alpha:g} by" if replaces_alpha else "add"
+    return f" To begin without knowing them, {replaced} {' '.join(words)}."
+
+
+def _check_complete(
+    options: BudgetOptions, candidates: Sequence[PretrainingRecord], divisor: int, first_run: str
+) -> None:
+    """Raise InputError if options are missing that only a single original could supply.
+
+    `first_run`: a sentence with options to begin with, if there is no original of the model's shape.
+    """
     missing = []
     if options.alpha is not None and options.original_tokens is None:
         missing.append(
@@ -213,7 +256,7 @@ def _check_complete(options: BudgetOptions, candidates: Sequence[PretrainingReco
         )
     raise InputError(
         f"the model's pre-training is not in the table of known originals; give {', '.join(missing)}, "
-        "or name a known one with --original NAME (an unknown NAME lists them)."
+        f"or name a known one with --original NAME (an unknown NAME lists them).{first_run}"
     )
 
 

@@ -22,19 +22,35 @@ def find_original(name: str) -> PretrainingRecord:
     raise InputError(f"--original {name}: unknown; {meant} are {', '.join(known)}.")
 
 
+def check_shape(config: Mapping[str, Any], name: str) -> None:
+    """Raise InputError if the original that `--original` names has other layers than a model's `config.json`.
+
+    Another vocabulary is possible, since fine-tuning may add tokens: see `shape_warning`.
+    """
+    differing = _differing(config, name)
+    if differing.keys() - {"vocab_size"}:
+        raise InputError(
+            f"--original {name} has another shape than the model ({'; '.join([*differing.values()][:2])}), so it is "
+            "not its parent's pre-training; leave --original out. To use its numbers all the same, give them as "
+            "--original-tokens, --global-batch-tokens and --lr."
+        )
+
+
 def shape_warning(config: Mapping[str, Any], name: str | None) -> str | None:
     """Return a warning if the original that `--original` names has another shape than a model's `config.json`."""
-    if name is None:
-        return None
-    original = dict(zip(SHAPE_KEYS, find_original(name).shape[1:], strict=True))
-    differing = [
-        f"{key} {theirs:,}, not {config[key]:,}"
-        for key in _kept_keys(config)
-        if isinstance(config.get(key), int) and isinstance(theirs := original[key], int) and config[key] != theirs
-    ]
-    if not differing:
+    if name is None or not (differing := [*_differing(config, name).values()]):
         return None
     return f"--original {name} has another shape than the model ({'; '.join(differing[:2])}): is it its parent?"
+
+
+def _differing(config: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Return by key in what the shape of an original differs from a model's `config.json`."""
+    original = dict(zip(SHAPE_KEYS, find_original(name).shape[1:], strict=True))
+    return {
+        key: f"{key} {theirs:,}, not {config[key]:,}"
+        for key in _kept_keys(config)
+        if isinstance(config.get(key), int) and isinstance(theirs := original[key], int) and config[key] != theirs
+    }
 
 
 def known_originals(config: Mapping[str, Any], source_names: Iterable[str]) -> tuple[PretrainingRecord, ...]:

@@ -59,7 +59,12 @@ KINDS = {
 @click.argument("model", type=ModelFolder())
 @budget_options
 @schedule_options
-@click.option("--data", type=PathType(), metavar="CACHE", help="The token cache to train on.")
+@click.option(
+    "--data",
+    type=PathType(),
+    metavar="CACHE|PATH",
+    help="What to train on: a token cache, of which the epochs are shown, or texts.",
+)
 @seq_len_option
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
 @click.option(
@@ -82,8 +87,9 @@ KINDS = {
     metavar="SIZE",
     help="Memory of a device, e.g. 24GB. Also name commands that fit.",
 )
+@click.option("--details", is_flag=True, help="Also show all choices of --trainable, and the learning rates.")
 @json_option("Print the plan as JSON.")
-def command(model: Path, as_json: bool, **options: Any) -> None:
+def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     """Show steps, learning rates, memory and time, without training.
 
     Give one of --alpha, --tokens and --steps. The tokens, batch and learning rate of well-known pre-trainings
@@ -91,6 +97,8 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     """
     from uptrain.estimates.plan import PlanOptions, plan_run
 
+    texts = options["data"] if _is_texts(options["data"]) else None
+    options["data"] = None if texts else options["data"]
     plan = plan_run(PlanOptions(model=model, budget=pop_fields(BudgetOptions, options), **options))
     rank = options["lora_rank"] or DEFAULT_RANK
     plan["warnings"] += _check_inputs(
@@ -99,17 +107,39 @@ def command(model: Path, as_json: bool, **options: Any) -> None:
     if as_json:
         print_json(plan)
         return
-    rows = [("in short", _summary(plan)), *_budget(plan), *_learning(plan), *_estimates(plan)]
+    rows = [
+        ("in short", _summary(plan)),
+        *_budget(plan, details),
+        *([("epochs", "known after `uptrain prepare`, which counts the tokens")] if texts else []),
+        *_learning(plan, details),
+        *_estimates(plan, details),
+    ]
     print_key_values(f"Uptraining {plan['model']}", rows)
-    chosen = "default" if options["trainable"] is None else "chosen"
-    columns = [f"{part}*" if part == plan["trainable"] else part for part in TRAINABLE]
-    print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory_rows(plan["memory"]))
-    print_columns(f"\nTime for --trainable (* {chosen})", columns, _time_rows(plan["time"], plan["processes"]))
-    if plan["memory"]["fitting"]:
-        print_key_values(f"\nCommands that fit into {format_bytes(options['memory'])}", _fitting_rows(plan["memory"]))
+    if details:
+        chosen = "default" if options["trainable"] is None else "chosen"
+        columns = [f"{part}*" if part == plan["trainable"] else part for part in TRAINABLE]
+        print_columns(f"\nMemory of a device for --trainable (* {chosen})", columns, _memory_rows(plan["memory"]))
+        print_columns(f"\nTime for --trainable (* {chosen})", columns, _time_rows(plan["time"], plan["processes"]))
+    elif options["memory"] is None:
+        print_columns(f"\nMemory of a device for --trainable {plan['trainable']}, in bfloat16", *_layouts(plan))
+    if any((plan["memory"]["fitting"] or {}).values()):
+        print_key_values(f"\nOptions that fit into {format_bytes(options['memory'])}, in bfloat16", _fitting_rows(plan))
+    if not details:
+        echo("\n--details shows all choices of --trainable, and the learning rates.")
     for warning in plan["warnings"]:
         echo_line(f"Warning: {warning}")
-    echo(f"\nNext:\n{_next_command(plan)}")
+    echo(f"\nNext:\n{_next_command(plan, texts)}")
+
+
+def _is_texts(data: Path | None) -> bool:
+    """Return whether `--data` names texts, not a token cache. Raises InputError for texts that `run` refuses."""
+    from uptrain.data.prepare.sources import find_sources
+    from uptrain.data.token_cache import MANIFEST
+
+    if data is None or not data.exists() or (data / MANIFEST).is_file():
+        return False
+    find_sources((str(data),))
+    return True
 
 
 def _check_inputs(
@@ -146,14 +176,33 @@ def _check_inputs(
 
 def _summary(plan: dict[str, Any]) -> str:
     """Return the memory and time of training the part, on the devices that were asked for."""
-    part, n = plan["trainable"], plan["processes"]
-    memory, hours = plan["memory"][part], plan["time"][part]["hours"]["H100"]
-    each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
+    part, n, fitting = _planned_part(plan), plan["processes"], plan["memory"]["fitting"]
+    fit = fitting[str(n)] if fitting else None
+    if fitting and fit is None:
+        return _nothing_fits(n)
     devices = "on one device" if n == 1 else f"on each of {n} devices"
-    return f"training {part} takes {format_bytes(each)} {devices}, and {_hours(hours)} on {n} H100"
+    hours = f"{_hours(plan['time'][part]['hours']['H100'])} on {n} H100"
+    if fit is None:
+        memory = plan["memory"][part]
+        each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
+        return f"training {part} takes {format_bytes(each)} {devices}, and {hours}"
+    more = "a third more than " if fit["activation_checkpointing"] else ""
+    each = format_bytes(fit["bytes_per_process"])
+    return f"training {part} takes {each} {devices} with the options below, and {more}{hours}"
 
 
-def _next_command(plan: dict[str, Any]) -> str:
+def _planned_part(plan: dict[str, Any]) -> str:
+    """Return the part to train: with --memory the first that fits, if one does."""
+    fitting = plan["memory"]["fitting"]
+    fit = fitting[str(plan["processes"])] if fitting else None
+    return str(fit["trainable"] if fit else plan["trainable"])
+
+
+def _nothing_fits(n: int) -> str:
+    return f"nothing fits {counted(n, 'device')} of {format_bytes(click.get_current_context().params['memory'])}"
+
+
+def _next_command(plan: dict[str, Any], texts: Path | None) -> str:
     """Return the commands that prepare the data and train as planned, with the options that were given.
 
     With --memory, it is the first that fits.
@@ -161,12 +210,13 @@ def _next_command(plan: dict[str, Any]) -> str:
     from uptrain.estimates.plan import program_on
 
     context, n = click.get_current_context(), plan["processes"]
-    covered = {"model", "processes", "memory"}
+    covered = {"model", "processes", "memory", "details"} | ({"data"} if texts else set())
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
-            return f"  nothing fits {counted(n, 'device')} of {format_bytes(context.params['memory'])}"
-        parts = re.split(" (?=--)", fit["command"])
+            return f"  {_nothing_fits(n)}"
+        # The estimate is for bfloat16, a GPU's default. A CPU, whose default is float32, would be slow with it.
+        parts = [part for part in re.split(" (?=--)", fit["command"]) if not part.startswith("--precision")]
         covered |= {"teacher", "trainable", "lora_rank", "optimizer", "micro_batch", "seq_len"}
     else:
         parts = [f"{program_on(n)} run {shlex.quote(plan['model'])}"]
@@ -176,10 +226,10 @@ def _next_command(plan: dict[str, Any]) -> str:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
     if plan["data"]:
         return _wrapped([*parts, "--out RUN"])
-    return f"{_prepare_command(plan)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
+    return f"{_prepare_command(plan, texts)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
 
 
-def _prepare_command(plan: dict[str, Any]) -> str:
+def _prepare_command(plan: dict[str, Any], texts: Path | None) -> str:
     """Return the command that makes the token cache, with a little more than the planned tokens, in three digits."""
     more = Decimal(plan["tokens"]) * Decimal("1.001")
     digits = more.quantize(Decimal(1).scaleb(max(0, more.adjusted() - 2)), ROUND_UP)
@@ -188,7 +238,8 @@ def _prepare_command(plan: dict[str, Any]) -> str:
     )
     tokens = f"{digits.scaleb(-power).normalize():f}{unit}"
     model = shlex.quote(plan["model"])
-    parts = ["uptrain prepare --data TEXTS", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
+    data = shlex.quote(str(texts)) if texts else "TEXTS"
+    parts = [f"uptrain prepare --data {data}", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
     return _wrapped([*parts, f"--tokens {tokens}", "--out CACHE"])
 
 
@@ -209,17 +260,20 @@ def _attention(plan: dict[str, Any]) -> str:
     return f"{plan['n_kv_heads']} K/V heads"
 
 
-def _budget(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    original, data = plan["original"], plan["data"]
-    rows = [
-        ("parameters", f"{format_count(plan['n_params'])}, {_attention(plan)}"),
-        ("original", _original_text(original) if original else "not in the table"),
-        ("α", "unknown without --original-tokens" if plan["alpha"] is None else f"{plan['alpha']:.4g}"),
+def _budget(plan: dict[str, Any], details: bool) -> list[tuple[str, str]]:
+    original, data, alpha = plan["original"], plan["data"], plan["alpha"]
+    rows = [("parameters", f"{format_count(plan['n_params'])}, {_attention(plan)}")]
+    if original or details:
+        rows.append(("original", _original_text(original) if original else "not in the table"))
+    if alpha is not None or details:
+        rows.append(("α", "unknown without --original-tokens" if alpha is None else f"{alpha:.4g}"))
+    rows += [
         ("steps", f"{plan['steps']:,}"),
         ("tokens", f"{plan['tokens']:,} ({format_count(plan['tokens'])})"),
-        ("tokens per parameter", f"{plan['tokens_per_parameter']:.3g}"),
         ("a step", f"{plan['global_batch_tokens']:,} tokens: {plan['windows_per_step']:,} x {plan['seq_len']:,}"),
     ]
+    if details:
+        rows.append(("tokens per parameter", f"{plan['tokens_per_parameter']:.3g}"))
     if data:
         rows.append(("epochs", f"{data['epochs']:.3g} over {data['tokens']:,} tokens in {data['cache']}"))
     return rows
@@ -233,29 +287,27 @@ def _original_text(original: dict[str, Any]) -> str:
     )
 
 
-def _learning(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    values = plan["schedule"]
-    schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
-    decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
-    rates = "\n".join(_rates(plan["learning_rates"]))
+def _learning(plan: dict[str, Any], details: bool) -> list[tuple[str, str]]:
     peaks = plan["default_peaks"] or {}
-    differ = len(set(peaks.values())) > 1
-    listed = ", ".join(f"{part} {peak:.3g}" for part, peak in peaks.items())
-    return [
-        (
-            "schedule",
-            f"{values['kind']}, peak {values['peak']:.3g}, {counted(values['warmup_steps'], 'step')} of warm-up{decay}",
-        ),
-        *([("default peaks", f"for --trainable: {listed}")] if differ else []),
-        ("learning rate", f"{_curve(schedule)}\n{rates}"),
-    ]
+    values = plan["schedule"] | {"peak": peaks.get(_planned_part(plan), plan["schedule"]["peak"])}
+    decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
+    warmup = f"{counted(values['warmup_steps'], 'step')} of warm-up{decay}"
+    rows = [("learning rate", f"{values['kind']}, peak {values['peak']:.3g}, {warmup}")]
+    if details and len(set(peaks.values())) > 1:
+        listed = ", ".join(f"{part} {peak:.3g}" for part, peak in peaks.items())
+        rows.append(("default peaks", f"for --trainable: {listed}"))
+    if details:
+        schedule = Schedule(**{key: value for key, value in values.items() if key != "decay_start"})
+        rates = _rates(schedule, [row["step"] for row in plan["learning_rates"]])
+        rows.append(("its course", "\n".join((_curve(schedule), *rates))))
+    return rows
 
 
-def _rates(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each learning rate, with its first and last step."""
-    for rate, group in groupby(rows, lambda row: f"{row['lr']:.3e}"):
-        steps = [row["step"] for row in group]
-        yield f"{rate} at step {steps[0]:,}{f' to {steps[-1]:,}' if len(steps) > 1 else ''}"
+def _rates(schedule: Schedule, steps: list[int]) -> Iterator[str]:
+    """Yield a line for each learning rate at some steps, with the first and last of them."""
+    for rate, group in groupby(steps, lambda step: f"{learning_rate(schedule, step):.3e}"):
+        first, *others = group
+        yield f"{rate} at step {first:,}{f' to {others[-1]:,}' if others else ''}"
 
 
 def _curve(schedule: Schedule) -> str:
@@ -265,23 +317,24 @@ def _curve(schedule: Schedule) -> str:
     return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)
 
 
-def _estimates(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _estimates(plan: dict[str, Any], details: bool) -> list[tuple[str, str]]:
+    """Return the rows of time and disk: of the part to train, or of all with --details, whose table has the time."""
+    part, n, memory = _planned_part(plan), plan["processes"], plan["memory"]
+    if details:
+        disk = ", ".join(f"{each} {format_bytes(memory[each]['disk_bytes'])}" for each in TRAINABLE if memory[each])
+        return [("disk, estimate", f"for checkpoints: {disk}"), ("loss at step 0", plan["first_loss"])]
+    time = ", ".join(f"{_hours(hours)} on {n} {name}" for name, hours in plan["time"][part]["hours"].items())
+    disk = f"{format_bytes(memory[part]['disk_bytes'])} for checkpoints"
+    return [("time, estimate", f"{time}; with --activation-checkpointing a third more"), ("disk, estimate", disk)]
+
+
+def _layouts(plan: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return columns and rows of the table of the part to train: the memory of a device, by how the run is laid out."""
     memory = plan["memory"]
-    return [
-        (
-            "memory, estimate",
-            f"see the table below, for micro-batches of {memory['micro_batch_tokens']:,} tokens. Minimum: one window "
-            f"at a time, with --activation-checkpointing\n= {memory['formula']}",
-        ),
-        ("disk, estimate", f"for checkpoints: {_disk(memory)}"),
-        ("time, estimate", f"see the table below\n= {plan['time']['formula']}"),
-        ("loss at step 0", plan["first_loss"]),
-    ]
-
-
-def _disk(memory: dict[str, Any]) -> str:
-    """Return the room for checkpoints by choice of `--trainable`."""
-    return ", ".join(f"{part} {format_bytes(memory[part]['disk_bytes'])}" for part in TRAINABLE if memory[part])
+    totals = [memory[plan["trainable"]], memory[plan["trainable"]]["minimum"]]
+    default = counted(memory["micro_batch_tokens"] // plan["seq_len"], "window")
+    columns = [f"{default} at a time", "1 window, --activation-checkpointing"]
+    return columns, _device_rows("one device, or DDP", "FSDP2", totals, list(totals[0][SHARDED]))
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -324,15 +377,18 @@ def _time_rows(time: dict[str, Any], processes: int) -> list[tuple[str, ...]]:
     return rows
 
 
-def _fitting_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return for each number of devices the command and its memory of each device."""
-    return [
-        (
-            counted(int(n), "device"),
-            f"{format_bytes(fit['bytes_per_process'])}: {fit['command']} …" if fit else "none fits",
-        )
-        for n, fit in memory["fitting"].items()
-    ]
+def _fitting_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return for each number of devices the memory of each device, and the options that make it fit."""
+    return [(counted(int(n), "device"), _fit_text(plan, fit)) for n, fit in plan["memory"]["fitting"].items()]
+
+
+def _fit_text(plan: dict[str, Any], fit: dict[str, Any] | None) -> str:
+    if fit is None:
+        return "none fits"
+    recomputes = " --activation-checkpointing" if fit["activation_checkpointing"] else ""
+    micro_batch = fit["micro_batch_tokens"] // plan["seq_len"]
+    options = f"--trainable {fit['trainable']}{recomputes} --micro-batch {micro_batch}"
+    return f"{format_bytes(fit['bytes_per_process'])}: {options}"
 
 
 def _hours(hours: float) -> str:

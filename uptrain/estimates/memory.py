@@ -1,4 +1,4 @@
-"""Estimate the memory of a device from file headers, by a formula that is part of the output.
+"""Estimate the memory of a device from file headers, by a formula, which `plan --json` prints.
 
 Of a teacher, some rows are read too: parameters that equal the student's are in memory once. Only classes of
 transformers need torch: their modules say which frozen parameters are float32, and what is kept for the backward pass.

@@ -11,6 +11,7 @@ from model.language_model import open_language_model, read_language_config
 from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
+    check_repetition,
     default_peak,
     default_trainable,
     few_steps_warning,
@@ -91,13 +92,16 @@ class _Run:
 def plan_run(options: PlanOptions) -> dict[str, Any]:
     """Return the plan of a run, ready for JSON. Defaults follow from the model, the cache and the original.
 
-    Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, uneven steps.
+    Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, uneven steps,
+    data that are read too often.
     """
     manifest = Manifest.parse(options.data) if options.data is not None else None
     _check_lm_heads_and_vocabularies(options.model, options.teacher)
     run = _resolve(options)
     budget, estimator = run.budget, run.estimator
     n_params, data_use = count_parameters(estimator.tensors), _data_use(run, manifest)
+    if data_use:
+        check_repetition(options.budget, budget, data_use["epochs"])
     return {
         "model": str(options.model),
         "trainable": run.trainable,

@@ -1,4 +1,4 @@
-"""Estimate the time of a run by a formula, which is part of the output. The actual time may be 50 % longer."""
+"""Estimate the time of a run by a formula, which `plan --json` prints. The actual time may be 50 % longer."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, 
 from model.decoder.config import is_native, read_llama_config
 from model.files.names import METRICS, RUN_JSON
 from model.language_model import read_language_config
-from uptrain.budget.budget import evaluation_warning, few_steps_warning, repetition_warning
+from uptrain.budget.budget import check_repetition, evaluation_warning, few_steps_warning, repetition_warning
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
 from uptrain.budget.identify import shape_warning
 from uptrain.data.checks import check_has_targets, check_tokenizer
@@ -79,8 +79,10 @@ def launch_new(options: RunOptions) -> None:
         _make_cache(eval_data, folder, seq_len, run_cache_folder(out, "eval_data"), "--eval-data")
     warn_on_local_main(surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data")))
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
+    cache = TokenCache.open(Path(settings.data))
+    check_repetition(options.budget, budget, _epochs(settings, cache))
     if options.teacher_logits:
-        TeacherLogits.open(options.teacher_logits, TokenCache.open(Path(settings.data)))
+        TeacherLogits.open(options.teacher_logits, cache)
     config = read_language_config(folder)
     # Who gives --loss without a teacher chose to train without one, so nothing is said.
     trains_without_teacher = options.model and not (options.teacher or options.teacher_logits or options.loss)
@@ -210,6 +212,11 @@ def _packing_warning(config: dict[str, Any], precision: str) -> str | None:
     return None
 
 
+def _epochs(settings: Settings, cache: TokenCache) -> float:
+    """Return how many times a run reads its data."""
+    return settings.steps * settings.global_batch / cache.n_windows
+
+
 def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
     if not settings.eval_data:
         return None
@@ -220,7 +227,7 @@ def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
 def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str]:
     """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
     cache = TokenCache.open(Path(settings.data))
-    warnings = [repetition_warning(settings.steps * settings.global_batch / cache.n_windows)]
+    warnings = [repetition_warning(_epochs(settings, cache))]
     if settings.eval_data and not warned_of_overlap:
         held_out = TokenCache.open(Path(settings.eval_data)).manifest
         if held_out.sha256 == cache.manifest.sha256:
