@@ -1,17 +1,20 @@
 """Convert the layers of a model one by one on a calibration text, whatever replaces their attention."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from convert.calibration.float32_weights import AnyMatrices, AnyWeights
+from convert.calibration.float32_weights import AnyMatrices, AnyWeights, converted_weights
 from convert.calibration.latent_weights import LatentWeights
-from convert.calibration.layer_output import heads_and_targets, squared_error
+from convert.calibration.layer_output import heads_and_targets, relative_error, squared_error
 from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
 from convert.layer_tensors.layer_file import FINISHED, save_layer
+from convert.layer_tensors.rounding import widen
 from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
 from convert.recipe import Recipe
@@ -41,10 +44,17 @@ def write_layers(
     assert recipe.text is not None
     with computing_on(recipe.device):
         for layer in iter_layers(checkpoint, recipe.text, folder, advance, recipe.device, recipe.refine):
-            save_layer(convert(layer), conversions[layer.index], folder)
+            conversion, converted = conversions[layer.index], convert(layer)
+            save_layer(replace(converted, output_error=_output_error(layer, conversion, converted)), conversion, folder)
     sync_folder(folder)
     (folder / FINISHED).touch()
     last_states(folder).unlink()
+
+
+def _output_error(layer: CalibrationLayer, conversion: LayerConversion, converted: ConvertedLayer) -> float | None:
+    """Return the output error of the layer's tensors, rounded as they are."""
+    exact = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
+    return relative_error(layer, converted_weights(conversion, exact), comparison_windows(layer))
 
 
 @torch.no_grad()

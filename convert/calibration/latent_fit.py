@@ -4,7 +4,6 @@ FOLDER/model.layers.11….latent.npz     layer 11, converted
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from convert.calibration.convert_layers import comparison_windows, refit_and_ref
 from convert.calibration.float32_weights import latent_weights, with_latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
-from convert.calibration.layer_output import relative_error, squared_error
+from convert.calibration.layer_output import squared_error
 from convert.latent.baselines import solve_as
 from convert.latent.closed_form import solve_each
 from convert.latent.latent_conversion import LatentConversion
@@ -33,10 +32,7 @@ def calibrate_latent(
 
     def convert(layer: CalibrationLayer) -> ConvertedLayer:
         conversion = conversions[layer.index]
-        latent = _convert(checkpoint, conversion, layer, advance)
-        weights = latent_weights(latent, frequencies_P=conversion.target.frequencies_C)
-        error = relative_error(layer, weights, comparison_windows(layer))
-        return replace(conversion.finish(checkpoint, latent), output_error=error)
+        return conversion.finish(checkpoint, _convert(checkpoint, conversion, layer, advance))
 
     write_layers(checkpoint, conversions, folder, advance, convert)
 

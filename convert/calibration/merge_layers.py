@@ -6,7 +6,6 @@ Letters: H query heads, D head_dim, M outputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from convert.calibration.convert_layers import comparison_windows, refit_and_refine, write_layers
 from convert.calibration.float32_weights import head_weights, with_head_weights
 from convert.calibration.head_moments import HeadSums
-from convert.calibration.layer_output import relative_error, squared_error
+from convert.calibration.layer_output import squared_error
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.head_matrices import HeadMatrices
 from convert.layers.layer_stream import CalibrationLayer
@@ -38,8 +37,7 @@ def merge_layer(
     merge = merges[layer.index]
     after = _solve(checkpoint, merge, layer)  # a function of its own, so that its memory is free for the next steps
     after = refit_and_refine(layer, merge.recipe, after, head_weights, with_head_weights, advance)
-    converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
-    return replace(converted, output_error=relative_error(layer, head_weights(after), comparison_windows(layer)))
+    return finish_layer(checkpoint, merge, read_attention(checkpoint, merge), after)
 
 
 def _solve(checkpoint: Checkpoint, merge: LayerMerge, layer: CalibrationLayer) -> HeadMatrices:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.calibration.convert_layers import comparison_windows, write_layers
+from convert.calibration.convert_layers import write_layers
 from convert.calibration.float32_weights import head_weights
-from convert.calibration.layer_output import relative_error
 from convert.calibration.merge_layers import merge_layer
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.layer_file import load_layer
@@ -59,8 +58,7 @@ def _merge(
     scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
     clipped = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)
-    error = relative_error(layer, head_weights(scaled), comparison_windows(layer))
-    return replace(converted, clipped=(clipped.n_clipped, clipped.n_values), output_error=error)
+    return replace(converted, clipped=(clipped.n_clipped, clipped.n_values))
 
 
 def _heads(layer: CalibrationLayer, weights: HeadWeights | None) -> ClippedHeads:

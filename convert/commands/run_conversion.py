@@ -125,12 +125,12 @@ def _print_result(
     elif obstacle := _find_obstacle(checkpoint, plan.geometry):
         console.echo(f"It has {obstacle}, so uptrain does not measure or train it.")
     else:
-        _print_next_steps(checkpoint, source, written)
+        _print_next_steps(checkpoint, plan, source, written)
     long = ", which takes as long as the conversion" if text else ""
     console.echo(f"Check the files{long}:\n  convert verify {source} {written}")
 
 
-def _print_next_steps(checkpoint: Checkpoint, source: str, written: str) -> None:
+def _print_next_steps(checkpoint: Checkpoint, plan: Plan, source: str, written: str) -> None:
     """Print the commands that measure and train the output. `source`, `written`: paths as a shell takes them."""
     is_folder = (checkpoint.path / "config.json").is_file()
     teacher = source if is_folder else "PARENT"
@@ -139,9 +139,10 @@ def _print_next_steps(checkpoint: Checkpoint, source: str, written: str) -> None
         console.echo(f"  convert to-hf {source} PARENT")
     console.echo(f"  uptrain evaluate {written} --teacher {teacher} --data HELD-OUT")
     console.echo(f"  uptrain run {written} --teacher {teacher} --data DATA --alpha A --out RUN")
+    rate = "2e-5" if isinstance(plan, LatentPlan) else "5e-5"  # as `uptrain run` advises
     console.echo(
         "  (If `uptrain plan` does not know the model, replace --alpha A by\n"
-        "   --tokens 50M --global-batch-tokens 131072 --lr 5e-5)"
+        f"   --tokens 50M --global-batch-tokens 131072 --lr {rate})"
     )
 
 

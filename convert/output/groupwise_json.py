@@ -15,6 +15,7 @@ from convert.output.write_shards import checksum_key, journalled
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
+from model.common.checks import is_finite, short_repr
 from model.common.errors import CheckpointError, InputError
 from model.common.typed_json import check_types, json_bytes, parse_object
 from model.files.names import CONVERSION_RECORD
@@ -148,6 +149,13 @@ def _check(content: dict[str, Any]) -> None:
     for i, entry in enumerate(content["merge_report"]):
         check_types(entry, {"tensor": str}, f"merge_report[{i}]")
     check_types({LAYER_ERRORS: content.get(LAYER_ERRORS, [])}, {LAYER_ERRORS: tuple[dict[str, Any], ...]})
+    for i, entry in enumerate(content.get(LAYER_ERRORS, [])):
+        check_types(entry, {"tensor": str}, f"{LAYER_ERRORS}[{i}]")
+        error = entry.get("output_error", -1)
+        if error is not None and not (is_finite(error) and error >= 0):
+            raise InputError(
+                f"{LAYER_ERRORS}[{i}].output_error is {short_repr(error)}, neither null nor a number of at least 0"
+            )
     if content.get("calibration") is not None:
         check_types(content, {"calibration": dict})
         calibration = {"text": str, "sha256_of_ids": str, "windows": int, "window": int}

@@ -67,8 +67,8 @@ def run(cli: click.Command, launched: bool = False) -> None:
     """Run a command line. Errors become one line on stderr and an exit code, without a traceback.
 
     `launched`: whether a launcher may have started many processes of it. They usually raise the same error, so the
-    first one on each machine prints it. All leave their messages to `uptrain.distributed.launcher`, if that started
-    them; it prints those that the first did not. A pipe that its reader has closed changes no exit code.
+    first one on each machine prints it. All leave their messages to the launcher, which prints those that the first
+    did not (`leave_message`). A pipe that its reader has closed changes no exit code.
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):

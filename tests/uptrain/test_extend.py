@@ -9,6 +9,7 @@ import real_runs
 import tiny
 import written_runs
 
+from uptrain.budget.budget import BudgetOptions
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs import extend
 
@@ -35,8 +36,17 @@ def test_its_record(uptrain, inputs, tmp_path):
 def test_the_longer_run_begins_with_the_metrics_up_to_its_checkpoint(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
-    extend.extend(short, longer, 8)
+    extend.extend(short, longer, 8, BudgetOptions(steps=8))
     assert [step for (step,) in real_runs.steps(longer)] == [1, 2, 3, 4]  # the decay begins at 4
+
+
+def test_data_that_are_read_too_often(uptrain, inputs, tmp_path):
+    short, longer = tmp_path / "short", tmp_path / "longer"
+    uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
+    words = ("and more than 100 are refused", "in place of --tokens.")
+    uptrain("extend", short, "--out", longer, "--tokens", "10M").refused("the data would be read ", *words)
+    assert not longer.exists()
+    uptrain("extend", short, "--out", longer, "--steps", 40_000, "--max-minutes", 0).succeeded()
 
 
 def test_alpha_stays_unknown(uptrain, inputs, tmp_path):

@@ -151,6 +151,9 @@ def test_standard_errors_are_shown(tmp_path, uptrain):
     assert measured["recovered_fraction_error"] == pytest.approx(math.hypot(0.0625, 0.25 * 0.125) / 3)
     begun_earlier = write_run(tmp_path / "begun_earlier", [with_teacher(0, 5.0), step(1), last])
     measured = read_json(uptrain("status", begun_earlier, "--json"))["evaluation"]
+    assert (measured["recovered_fraction"], measured["recovered_fraction_error"]) == (0.75, 0.0625 / 3)
+    written = write_run(tmp_path / "earlier", [with_teacher(0, 5.0), step(1), with_teacher(1, 2.75)])
+    measured = read_json(uptrain("status", written, "--json"))["evaluation"]
     assert (measured["recovered_fraction"], measured["recovered_fraction_error"]) == (0.75, None)
 
 

@@ -117,7 +117,7 @@ def test_logits_do_not_depend_on_the_seed_of_a_run(inputs, teach, tmp_path):
 def test_held_out_text_is_measured_without_the_teacher(inputs, teach, tmp_path):
     logits = teach(tmp_path / "logits")
     train(inputs, tmp_path / "run", logits, "--eval-data", inputs["held_out"], steps=4)
-    assert all(set(evaluation) == {"targets", "loss"} for _, evaluation in evaluations(tmp_path / "run"))
+    assert all(set(evaluation) == {"targets", "loss", "loss_error"} for _, evaluation in evaluations(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("layout", LAYOUT_CASES)

@@ -160,12 +160,12 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and is_part else "all"
 
 
-def check_repetition(options: BudgetOptions, budget: Budget, epochs: float) -> None:
+def check_repetition(options: BudgetOptions, steps: int, epochs: float) -> None:
     """Raise InputError if the data are read more than MAX_EPOCHS times, unless the number of steps was chosen."""
     if epochs > MAX_EPOCHS and options.steps is None:
         raise InputError(
-            f"the data would be read {epochs:,.0f} times, and more than {MAX_EPOCHS} are refused; prepare more tokens, "
-            f"or train for less. If this is meant, give --steps {budget.steps} in place of "
+            f"the data would be read {math.ceil(epochs):,} times, and more than {MAX_EPOCHS} are refused; prepare "
+            f"more tokens, or train for less. If this is meant, give --steps {steps} in place of "
             f"--{'alpha' if options.tokens is None else 'tokens'}."
         )
 

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from model.common.checks import MAX_COUNT
-from model.common.command_options import PathType, SizeType, WholeNumber, json_option, pop_fields
+from model.common.command_options import SizeType, WholeNumber, json_option, pop_fields
 from model.common.console import (
     echo,
     echo_line,
@@ -61,9 +61,9 @@ KINDS = {
 @schedule_options
 @click.option(
     "--data",
-    type=PathType(),
-    metavar="CACHE|PATH",
-    help="What to train on: a token cache, of which the epochs are shown, or texts.",
+    multiple=True,
+    metavar="CACHE|PATH[=WEIGHT]",
+    help="What to train on, as for `uptrain run`: a token cache, of which the epochs are shown, or texts.",
 )
 @seq_len_option
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from.")
@@ -97,8 +97,9 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     """
     from uptrain.estimates.plan import PlanOptions, plan_run
 
-    texts = options["data"] if _is_texts(options["data"]) else None
-    options["data"] = None if texts else options["data"]
+    data = options.pop("data")
+    options["data"] = _cache_in(data)
+    texts = () if options["data"] else data
     plan = plan_run(PlanOptions(model=model, budget=pop_fields(BudgetOptions, options), **options))
     rank = options["lora_rank"] or DEFAULT_RANK
     plan["warnings"] += _check_inputs(
@@ -131,15 +132,16 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     echo(f"\nNext:\n{_next_command(plan, texts)}")
 
 
-def _is_texts(data: Path | None) -> bool:
-    """Return whether `--data` names texts, not a token cache. Raises InputError for texts that `run` refuses."""
+def _cache_in(data: tuple[str, ...]) -> Path | None:
+    """Return the token cache that `--data` names; None for texts. Raises InputError for texts that `run` refuses."""
+    from model.texts.hub import HUB
     from uptrain.data.prepare.sources import find_sources
     from uptrain.data.token_cache import MANIFEST
 
-    if data is None or not data.exists() or (data / MANIFEST).is_file():
-        return False
-    find_sources((str(data),))
-    return True
+    if len(data) == 1 and (Path(data[0]) / MANIFEST).is_file():
+        return Path(data[0])
+    find_sources(tuple(name for name in data if not name.startswith(HUB)))  # what is on the hub is not fetched for this
+    return None
 
 
 def _check_inputs(
@@ -202,7 +204,7 @@ def _nothing_fits(n: int) -> str:
     return f"nothing fits {counted(n, 'device')} of {format_bytes(click.get_current_context().params['memory'])}"
 
 
-def _next_command(plan: dict[str, Any], texts: Path | None) -> str:
+def _next_command(plan: dict[str, Any], texts: tuple[str, ...]) -> str:
     """Return the commands that prepare the data and train as planned, with the options that were given.
 
     With --memory, it is the first that fits.
@@ -210,7 +212,7 @@ def _next_command(plan: dict[str, Any], texts: Path | None) -> str:
     from uptrain.estimates.plan import program_on
 
     context, n = click.get_current_context(), plan["processes"]
-    covered = {"model", "processes", "memory", "details"} | ({"data"} if texts else set())
+    covered = {"model", "processes", "memory", "details", "data"}
     if plan["memory"]["fitting"]:
         fit = plan["memory"]["fitting"][str(n)]
         if fit is None:
@@ -225,11 +227,11 @@ def _next_command(plan: dict[str, Any], texts: Path | None) -> str:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name not in covered:
             parts.append(f"{parameter.opts[0]} {shlex.quote(str(context.params[name]))}")
     if plan["data"]:
-        return _wrapped([*parts, "--out RUN"])
+        return _wrapped([*parts, f"--data {shlex.quote(plan['data']['cache'])}", "--out RUN"])
     return f"{_prepare_command(plan, texts)}\n{_wrapped([*parts, '--data CACHE', '--out RUN'])}"
 
 
-def _prepare_command(plan: dict[str, Any], texts: Path | None) -> str:
+def _prepare_command(plan: dict[str, Any], texts: tuple[str, ...]) -> str:
     """Return the command that makes the token cache, with a little more than the planned tokens, in three digits."""
     more = Decimal(plan["tokens"]) * Decimal("1.001")
     digits = more.quantize(Decimal(1).scaleb(max(0, more.adjusted() - 2)), ROUND_UP)
@@ -238,8 +240,8 @@ def _prepare_command(plan: dict[str, Any], texts: Path | None) -> str:
     )
     tokens = f"{digits.scaleb(-power).normalize():f}{unit}"
     model = shlex.quote(plan["model"])
-    data = shlex.quote(str(texts)) if texts else "TEXTS"
-    parts = [f"uptrain prepare --data {data}", f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
+    data = [f"--data {shlex.quote(name)}" for name in texts] or ["--data TEXTS"]
+    parts = [f"uptrain prepare {data[0]}", *data[1:], f"--tokenizer {model}", f"--seq-len {plan['seq_len']}"]
     return _wrapped([*parts, f"--tokens {tokens}", "--out CACHE"])
 
 

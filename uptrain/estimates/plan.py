@@ -101,7 +101,7 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
     budget, estimator = run.budget, run.estimator
     n_params, data_use = count_parameters(estimator.tensors), _data_use(run, manifest)
     if data_use:
-        check_repetition(options.budget, budget, data_use["epochs"])
+        check_repetition(options.budget, budget.steps, data_use["epochs"])
     return {
         "model": str(options.model),
         "trainable": run.trainable,

@@ -119,9 +119,7 @@ def draw_png(histories: Sequence[History], names: Sequence[str]) -> bytes:
         for axes in list(figure.axes)[len(panels) :]:
             axes.remove()
         buffer = io.BytesIO()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in scripts that its fonts lack
-            figure.savefig(buffer, format="png", metadata={"Software": None})
+        _save(figure, buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -133,9 +131,17 @@ def draw_svgs(histories: Sequence[History], names: Sequence[str]) -> list[str]:
             figure = Figure(figsize=(5.4, 3.1), layout="constrained")
             _draw(figure.subplots(), panel, histories, names)
             buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+            _save(figure, buffer, format="svg", transparent=True, metadata=_NO_METADATA)
         drawings.append(_inline(buffer.getvalue(), panel.title))
     return drawings
+
+
+def _save(figure: Figure, buffer: io.BytesIO | io.StringIO, **options: Any) -> None:
+    """Save a figure, without warnings that a user can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of names in scripts that its fonts lack
+        warnings.filterwarnings("ignore", "Creating legend with")  # takes a second on a busy machine
+        figure.savefig(buffer, **options)
 
 
 def _panels_with_data(histories: Sequence[History]) -> list[Panel]:

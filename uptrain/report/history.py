@@ -113,14 +113,16 @@ def recovered_fraction(first: Record, current: Record) -> float | None:
 def recovered_fraction_error(first: Record, current: Record) -> float | None:
     """Return the standard error of the recovered fraction; None if it is unknown, as in runs of earlier versions.
 
+    If only the first evaluation is of an earlier version, its error counts as 0.
+
     The fraction is R = 1 - G / C, with G the loss now and C the loss after conversion, both above the teacher's. The
     delta method gives √(s_G² + (1 - R)² s_C²) / C. It is assumed that G and C are not correlated, since only the error
     of each is stored. Windows on which conversion cost more than on others usually keep more of it. So the error is
     usually smaller.
     """
     fraction, cost = _recovered_fraction(first, current), conversion_cost(first)
-    cost_error, error = first.get("above_teacher_error"), current.get("above_teacher_error")
-    if fraction is None or cost is None or cost_error is None or error is None:
+    cost_error, error = first.get("above_teacher_error") or 0.0, current.get("above_teacher_error")
+    if fraction is None or cost is None or error is None:
         return None
     if current["step"] == first["step"]:  # 0 by definition
         return 0.0

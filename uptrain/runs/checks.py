@@ -6,6 +6,7 @@ from model.common.errors import InputError
 from model.common.launcher_variables import is_local_main_process
 from model.language_model import read_language_config
 from uptrain.data.teacher_logits import LogitsManifest, TeacherLogits
+from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import wants_sharding
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.vocabularies import check_same_vocab_size
@@ -14,6 +15,11 @@ from uptrain.runs.settings import Settings
 
 MAX_PROCESSES = 4096
 """The largest number of processes that a refused batch is tried with."""
+
+
+def epochs_of(settings: Settings, cache: TokenCache) -> float:
+    """Return how many times a run reads its data."""
+    return settings.steps * settings.global_batch / cache.n_windows
 
 
 def check_layer_names(folder: Path, settings: Settings) -> tuple[str, ...]:

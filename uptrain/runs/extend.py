@@ -8,7 +8,7 @@ from model.common.errors import InputError
 from model.files.names import METRICS
 from model.files.paths import check_name
 from model.files.write import copy_file
-from uptrain.budget.budget import BudgetOptions, steps_of
+from uptrain.budget.budget import BudgetOptions, check_repetition, steps_of
 from uptrain.checkpoints.files import (
     MANIFEST,
     TENSORS,
@@ -18,6 +18,8 @@ from uptrain.checkpoints.files import (
     list_checkpoints,
     read_manifest,
 )
+from uptrain.data.token_cache import TokenCache
+from uptrain.runs.checks import epochs_of
 from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
@@ -26,22 +28,22 @@ from uptrain.training.learning_rate import EXTENDABLE, decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
 
 
-def extended_steps(run: Run, alpha: float | None, tokens: int | None, steps: int | None) -> int:
+def extended_steps(run: Run, wanted: BudgetOptions) -> int:
     """Return the number of steps of the longer run; α refers to the same original."""
     planned = run.budget
-    if alpha is not None and planned.original_tokens is None:
+    if wanted.alpha is not None and planned.original_tokens is None:
         raise InputError("how many tokens the original was pre-trained on is not known; give --tokens or --steps.")
-    total = steps_of(BudgetOptions(alpha, tokens, steps), planned.original_tokens, planned.global_batch_tokens)
+    total = steps_of(wanted, planned.original_tokens, planned.global_batch_tokens)
     if total <= run.settings.steps:
         raise InputError(f"the run has {run.settings.steps} steps already; {total} would not extend it.")
     return total
 
 
-def extend(folder: Path, out: Path, steps: int) -> None:
+def extend(folder: Path, out: Path, steps: int, wanted: BudgetOptions) -> None:
     """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there.
 
-    Raises InputError if data, teacher or frozen tensors are not those that the run began with, or if RUN/model is a
-    link out of the run.
+    `wanted`: what `steps` was computed from. Raises InputError if data, teacher or frozen tensors are not those that
+    the run began with, if the data would be read too often, or if RUN/model is a link out of the run.
     """
     run, model = Run.read(folder), model_folder(folder)
     check_name(folder.resolve(), "RUN")
@@ -60,6 +62,7 @@ def extend(folder: Path, out: Path, steps: int) -> None:
     assert first_decay is None or first_decay >= branch
     check_same_data(run, longer.data)
     check_same(longer, run.fingerprints, with_model=False)
+    check_repetition(wanted, steps, epochs_of(longer, TokenCache.open(Path(longer.data))))
     parent = {"run": str(folder.resolve()), "step": branch}
     tokens = steps * run.budget.global_batch_tokens
     alpha = tokens / run.budget.original_tokens if run.budget.original_tokens else None

@@ -18,7 +18,13 @@ from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, 
 from model.decoder.config import is_native, read_llama_config
 from model.files.names import METRICS, RUN_JSON
 from model.language_model import read_language_config
-from uptrain.budget.budget import check_repetition, evaluation_warning, few_steps_warning, repetition_warning
+from uptrain.budget.budget import (
+    BudgetOptions,
+    check_repetition,
+    evaluation_warning,
+    few_steps_warning,
+    repetition_warning,
+)
 from uptrain.budget.conversion_record import no_teacher_warning, teacher_warning
 from uptrain.budget.identify import shape_warning
 from uptrain.data.checks import check_has_targets, check_tokenizer
@@ -38,7 +44,7 @@ from uptrain.distributed.accelerator import check_launcher, check_trackers, uses
 from uptrain.distributed.collectives import destroy_process_group, on_main_without_group, warn_on_local_main
 from uptrain.models.checks import check_init, check_models, check_teachers_tokenizer
 from uptrain.models.trainable_parts import text_only_warning
-from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, own_logits_warning
+from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, epochs_of, own_logits_warning
 from uptrain.runs.extend import extend, extended_steps
 from uptrain.runs.make_folder import refuse_existing, refuse_inside
 from uptrain.runs.progress import ProgressSink, training_bar
@@ -80,7 +86,7 @@ def launch_new(options: RunOptions) -> None:
     warn_on_local_main(surplus_warning(options.data, budget.tokens, run_cache_folder(out, "data")))
     _make_cache(options.data, folder, seq_len, run_cache_folder(out, "data"), "--data")
     cache = TokenCache.open(Path(settings.data))
-    check_repetition(options.budget, budget, _epochs(settings, cache))
+    check_repetition(options.budget, budget.steps, epochs_of(settings, cache))
     if options.teacher_logits:
         TeacherLogits.open(options.teacher_logits, cache)
     config = read_language_config(folder)
@@ -133,9 +139,10 @@ def launch_extended(
 ) -> None:
     """Make a longer run from an existing one, and resume it."""
     run = _with_name(run)
-    total = extended_steps(Run.read(run), alpha, tokens, steps)
+    wanted = BudgetOptions(alpha, tokens, steps)
+    total = extended_steps(Run.read(run), wanted)
     check_launcher()
-    on_main_without_group(lambda: extend(run, out, total), out / RUN_JSON)
+    on_main_without_group(lambda: extend(run, out, total, wanted), out / RUN_JSON)
     _resume(out, max_minutes, warnings_of(find_data(Run.read(out).settings, out)), {})
 
 
@@ -212,11 +219,6 @@ def _packing_warning(config: dict[str, Any], precision: str) -> str | None:
     return None
 
 
-def _epochs(settings: Settings, cache: TokenCache) -> float:
-    """Return how many times a run reads its data."""
-    return settings.steps * settings.global_batch / cache.n_windows
-
-
 def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
     if not settings.eval_data:
         return None
@@ -227,7 +229,7 @@ def _evaluation_warning(settings: Settings, n_tokens: int) -> str | None:
 def warnings_of(settings: Settings, warned_of_overlap: bool = False) -> list[str]:
     """Return warnings about a run's data. `warned_of_overlap`: the files that are also held out were named before."""
     cache = TokenCache.open(Path(settings.data))
-    warnings = [repetition_warning(_epochs(settings, cache))]
+    warnings = [repetition_warning(epochs_of(settings, cache))]
     if settings.eval_data and not warned_of_overlap:
         held_out = TokenCache.open(Path(settings.eval_data)).manifest
         if held_out.sha256 == cache.manifest.sha256:
