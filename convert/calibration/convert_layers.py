@@ -1,5 +1,6 @@
 """Convert the layers of a model one by one on a calibration text, whatever replaces their attention."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from convert.layers.runnable_layer import HeadWeights
 from convert.recipe import Recipe
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
+from model.common.errors import CheckpointError
 from model.decoder.devices import computing_on
 from model.files.write import sync_folder
 
@@ -52,9 +54,15 @@ def write_layers(
 
 
 def _output_error(layer: CalibrationLayer, conversion: LayerConversion, converted: ConvertedLayer) -> float | None:
-    """Return the output error of the layer's tensors, rounded as they are."""
+    """Return the output error of the layer's tensors, rounded as they are. Raises CheckpointError if not finite."""
     exact = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
-    return relative_error(layer, converted_weights(conversion, exact), comparison_windows(layer))
+    error = relative_error(layer, converted_weights(conversion, exact), comparison_windows(layer))
+    if error is not None and not math.isfinite(error):
+        raise CheckpointError(
+            f"layer {layer.index}'s converted attention produces NaN or infinite values on the text; the checkpoint is "
+            "damaged, or its values are too large to be calibrated."
+        )
+    return error
 
 
 @torch.no_grad()

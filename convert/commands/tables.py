@@ -65,7 +65,7 @@ def _layer_errors(entries: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     mean, (largest, tensor) = sum(error for error, _ in errors) / len(errors), max(errors)
     has_two = len({layer_number(entry["tensor"]) for entry in entries}) < len(entries)  # a block of T5's decoder
     where = tensor.rsplit(".", 2)[0] if has_two else f"layer {layer_number(tensor)}"
-    return [("attention's error", f"{mean:.1%} on average, at most {largest:.1%} ({where})")]
+    return [("attention output error", f"{mean:.1%} on average, at most {largest:.1%} ({where})")]
 
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from equivalent_heads import equivalent_mha
 from tiny_tokenizers import make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from convert.calibration import convert_layers
 from convert.commands import tables
 from convert.layers.layer_stream import is_validation_window
 
@@ -155,3 +156,10 @@ def test_an_error_that_is_no_share_is_refused(convert, source, tmp_path, error):
     record["layer_errors"][0]["output_error"] = error
     (out / "groupwise.json").write_text(json.dumps(record))
     convert("verify", source, out).refused("groupwise.json is damaged: ", "layer_errors[0].output_error is ")
+
+
+def test_an_infinite_error_names_its_layer(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_layers, "relative_error", lambda *arguments: float("inf"))
+    words = "layer 0's converted attention produces NaN or infinite values on the text"
+    convert("mha-to-gqa", source, tmp_path / "out", *OPTIONS, "--method", "pca").refused(words)
+    assert not (tmp_path / "out").exists()

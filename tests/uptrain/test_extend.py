@@ -43,7 +43,7 @@ def test_the_longer_run_begins_with_the_metrics_up_to_its_checkpoint(uptrain, in
 def test_data_that_are_read_too_often(uptrain, inputs, tmp_path):
     short, longer = tmp_path / "short", tmp_path / "longer"
     uptrain(*real_runs.arguments(inputs, short, steps=5)).succeeded()
-    words = ("and more than 100 are refused", "in place of --tokens.")
+    words = ("an extended run keeps its data, so extend it by less", "in place of --tokens.")
     uptrain("extend", short, "--out", longer, "--tokens", "10M").refused("the data would be read ", *words)
     assert not longer.exists()
     uptrain("extend", short, "--out", longer, "--steps", 40_000, "--max-minutes", 0).succeeded()

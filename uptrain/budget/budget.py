@@ -160,13 +160,14 @@ def default_trainable(folder: Path, config: Mapping[str, Any]) -> str:
     return "attention" if knows_attention(config) and is_part else "all"
 
 
-def check_repetition(options: BudgetOptions, steps: int, epochs: float) -> None:
+def check_repetition(
+    options: BudgetOptions, steps: int, epochs: float, advice: str = "prepare more tokens, or train for less"
+) -> None:
     """Raise InputError if the data are read more than MAX_EPOCHS times, unless the number of steps was chosen."""
     if epochs > MAX_EPOCHS and options.steps is None:
         raise InputError(
-            f"the data would be read {math.ceil(epochs):,} times, and more than {MAX_EPOCHS} are refused; prepare "
-            f"more tokens, or train for less. If this is meant, give --steps {steps} in place of "
-            f"--{'alpha' if options.tokens is None else 'tokens'}."
+            f"the data would be read {math.ceil(epochs):,} times, and more than {MAX_EPOCHS} are refused; {advice}. If "
+            f"this is meant, give --steps {steps} in place of --{'alpha' if options.tokens is None else 'tokens'}."
         )
 
 

@@ -62,7 +62,8 @@ def extend(folder: Path, out: Path, steps: int, wanted: BudgetOptions) -> None:
     assert first_decay is None or first_decay >= branch
     check_same_data(run, longer.data)
     check_same(longer, run.fingerprints, with_model=False)
-    check_repetition(wanted, steps, epochs_of(longer, TokenCache.open(Path(longer.data))))
+    epochs = epochs_of(longer, TokenCache.open(Path(longer.data)))
+    check_repetition(wanted, steps, epochs, "an extended run keeps its data, so extend it by less")
     parent = {"run": str(folder.resolve()), "step": branch}
     tokens = steps * run.budget.global_batch_tokens
     alpha = tokens / run.budget.original_tokens if run.budget.original_tokens else None
