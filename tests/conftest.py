@@ -101,7 +101,7 @@ def refuse_path(convert: Callable[..., Result], tmp_path: Path) -> Callable[...,
 
 @pytest.fixture
 def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    """Check after a test that there is no OUT, no staging folder, and nothing that a payload has made."""
+    """Check after a test that there is no OUT, no staging area, and nothing that a payload has made."""
     yield
     left = {p.name for p in tmp_path.iterdir()}
     assert not {name for name in left if name in ("out", "pwned") or name.endswith(".groupwise")}, left

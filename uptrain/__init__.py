@@ -1,1 +1,1 @@
-"""Continue the pre-training of a converted checkpoint until its quality is back."""
+"""Continue the pre-training of a converted checkpoint to restore its quality."""

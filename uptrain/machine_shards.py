@@ -1,4 +1,4 @@
-"""Divide work among machines, each with a staging folder beside OUT, and open those folders. Needs no torch."""
+"""Divide work among machines, each with a staging area beside OUT, and open those folders. Needs no torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class MachineShard:
 
 @contextmanager
 def open_staging(out: Path, inputs: Mapping[str, object], continues: str, temporary: bool = False) -> Iterator[Staging]:
-    """Open the staging folder of `out`. After an error or an interrupt, remove it if no unit with tokens is finished.
+    """Open the staging area of `out`. After an error or an interrupt, remove it if no unit with tokens is finished.
 
     `continues`: how to go on from the finished work; appended to an InputError. `temporary`: OUT is in a folder that
     the caller deletes, so no work is kept in it.
@@ -69,7 +69,7 @@ def staging_out(out: Path, machine_shard: MachineShard | None) -> Path:
 
 
 def staged_bytes(out: Path, machine_shard: MachineShard | None) -> int:
-    """Return the bytes in the staging folders that a build of OUT, or of a machine shard of it, continues from."""
+    """Return the bytes in the staging areas that a build of OUT, or of a machine shard of it, continues from."""
     roots = [Staging(staging_out(out, machine_shard).resolve()).root]
     if machine_shard is None:
         roots += _machine_shard_roots(out.resolve())
@@ -77,14 +77,14 @@ def staged_bytes(out: Path, machine_shard: MachineShard | None) -> int:
 
 
 def _machine_shard_roots(out: Path) -> list[Path]:
-    """Return the staging folders of all machine shards of OUT, which is an absolute path without links."""
+    """Return the staging areas of all machine shards of OUT, which is an absolute path without links."""
     pattern = re.compile(re.escape(f".{out.name}.shard-") + r"\d+-of-\d+\.groupwise")
     return [path for path in sorted(out.parent.glob(".*")) if pattern.fullmatch(path.name)]
 
 
 @contextmanager
 def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Iterator[list[Staging]]:
-    """Open the staging folders of all machine shards; remove them if the context succeeds.
+    """Open the staging areas of all machine shards; remove them if the context succeeds.
 
     Raises InputError if a machine is still working on its shard, or has finished work of other inputs.
     """
@@ -98,7 +98,7 @@ def open_machine_shards(staging: Staging, inputs: Mapping[str, object]) -> Itera
 
 @contextmanager
 def _open_machine_shard(root: Path, inputs: Mapping[str, object]) -> Iterator[Staging]:
-    """Open the staging folder of a machine shard."""
+    """Open the staging area of a machine shard."""
     with Staging(root.with_name(root.name.removeprefix(".").removesuffix(".groupwise"))) as staging:
         staging.open(inputs)
         yield staging

@@ -1,6 +1,6 @@
 """Write a teacher's logits of a token cache, once for many runs: see `uptrain.data.teacher_logits`.
 
-Shards are written into a staging folder beside OUT. Its journal records the finished ones, so that a killed command
+Shards are written into a staging area beside OUT. Its journal records the finished ones, so that a killed command
 resumes. On the same machine the logits are the same, byte for byte, for any interruptions and number of machine shards.
 """
 
@@ -62,7 +62,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     """Write the logits `options.out`, or a machine shard of them; return a summary.
 
     Raises InputError for invalid input or too little room on the disk, and OSError if writing fails. Finished shards
-    stay in the staging folder, where the same command resumes.
+    stay in the staging area, where the same command resumes.
     """
     check_out(options.out)
     check_lm_heads([options.model])
@@ -221,7 +221,7 @@ def _precision(stagings: Iterable[Staging]) -> str:
 
 
 def _move(other: Staging, staging: Staging) -> None:
-    """Move the finished shards of another machine into a staging folder."""
+    """Move the finished shards of another machine into a staging area."""
     for name, record in other.finished.items():
         paths = [other.folder / file for file in LogitsShard(**record).files]
         if all(path.is_file() for path in paths):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from convert.calibration.float32_weights import AnyMatrices, AnyWeights, converted_weights
@@ -15,7 +14,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
 from convert.layer_tensors.layer_file import FINISHED, save_layer
-from convert.layer_tensors.rounding import widen
+from convert.layer_tensors.rounding import to_float64
 from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
 from convert.recipe import Recipe
@@ -55,8 +54,8 @@ def write_layers(
 
 def _output_error(layer: CalibrationLayer, conversion: LayerConversion, converted: ConvertedLayer) -> float | None:
     """Return the output error of the layer's tensors, rounded as they are. Raises CheckpointError if not finite."""
-    exact = {name: widen(values).astype(np.float64) for name, values in converted.tensors.items()}
-    error = relative_error(layer, converted_weights(conversion, exact), comparison_windows(layer))
+    weights = converted_weights(conversion, to_float64(converted.tensors))
+    error = relative_error(layer, weights, comparison_windows(layer))
     if error is not None and not math.isfinite(error):
         raise CheckpointError(
             f"layer {layer.index}'s converted attention produces NaN or infinite values on the text; the checkpoint is "

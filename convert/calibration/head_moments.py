@@ -106,8 +106,8 @@ class HeadSums:
     def _rotated_back(self, keys_NCF: Tensor, at_N: Tensor) -> Tensor:
         """Rotate keys from their own positions to their distances from the query.
 
-        RoPE's length, which the keys already have, is applied again in place of the queries': a merge maps queries
-        before RoPE, so their moments are those without it.
+        Multiplies by RoPE's attention factor, which the keys have already, a second time, for the queries: a merge maps
+        queries before RoPE, so their moments lack it.
         """
         runnable = self._layer.runnable
         if runnable.rotation is None:

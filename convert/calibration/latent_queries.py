@@ -41,12 +41,14 @@ def solve_queries(
     `drawn_keys`: of the windows to fit on, by index.
     """
     sizes, device = target.sizes, layer.runnable.device
-    frequencies = target.source_rope.frequencies, target.frequencies_C
     keys_CX, shared_ZX = (
         torch.from_numpy(np.ascontiguousarray(rows)).float().to(device)
         for rows in (before.k_KDX.reshape(-1, sizes.hidden_size), np.concatenate([latent.key_RX, latent.latent_LX]))
     )
-    own, channels = (torch.from_numpy(np.asarray(each)).float().to(device) for each in frequencies)
+    source_frequencies_P, target_frequencies_C = (
+        torch.from_numpy(np.asarray(frequencies)).float().to(device)
+        for frequencies in (target.source_rope.frequencies, target.frequencies_C)
+    )
     n_heads, size, sums_device = sizes.n_heads, sizes.head_dim, float64_device(device)
     power_HZZ = torch.zeros(n_heads, len(shared_ZX), len(shared_ZX), dtype=torch.float64, device=sums_device)
     cross_HZD = torch.zeros(n_heads, len(shared_ZX), size, dtype=torch.float64, device=sums_device)
@@ -56,9 +58,10 @@ def solve_queries(
         for head in range(n_heads):
             at_SC = drawn.key_positions_HSC[head].to(device)
             distance_SC = at_SC - drawn.query_positions_S.to(device)[:, None]
-            key_SCD = _relative(keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)], distance_SC, own)
+            own_keys_SCD = keys_TKD[at_SC, head // (n_heads // sizes.n_kv_heads)]
+            key_SCD = _relative(own_keys_SCD, distance_SC, source_frequencies_P)
             shared_SCZ = shared_TZ[at_SC]
-            rotated_SCR = _relative(shared_SCZ[..., : sizes.qk_rope_head_dim], distance_SC, channels)
+            rotated_SCR = _relative(shared_SCZ[..., : sizes.qk_rope_head_dim], distance_SC, target_frequencies_C)
             features_NZ = _centred(torch.cat([rotated_SCR, shared_SCZ[..., sizes.qk_rope_head_dim :]], dim=-1))
             power_HZZ[head] += to_float64(features_NZ.T @ features_NZ)
             cross_HZD[head] += to_float64(features_NZ.T @ _centred(key_SCD))

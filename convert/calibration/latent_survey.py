@@ -14,7 +14,7 @@ import torch
 from convert.calibration.float32_weights import latent_weights
 from convert.calibration.input_moments import InputSums
 from convert.calibration.latent_queries import solve_queries
-from convert.calibration.layer_output import original_output, squared_error
+from convert.calibration.layer_output import output_power, squared_error
 from convert.calibration_text.read import MIN_WINDOWS
 from convert.calibration_text.text import CalibrationText
 from convert.latent.closed_form import pair_powers, solve
@@ -24,7 +24,7 @@ from convert.layer_tensors.head_matrices import Real
 from convert.layers.layer_stream import CalibrationLayer, iter_layers
 from model.checkpoint import Checkpoint
 from model.common.console import Advance
-from model.decoder.devices import computing_on, to_float64
+from model.decoder.devices import computing_on
 
 SURVEY_TOKENS = 8192
 """Maximum tokens of the text that are surveyed."""
@@ -90,8 +90,7 @@ def _errors(
     """Return the squared output error of the layer on validation windows for each candidate, as shares of its power."""
     before, moments = conversion.read(checkpoint), sums.moments()
     windows = layer.windows.validation_windows
-    batches = layer.windows.batches(windows)
-    power = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches) or 1.0
+    power = output_power(layer, windows) or 1.0
     errors = []
     for pair_indices in candidates:
         target = conversion.target_at(pair_indices)

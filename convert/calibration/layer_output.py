@@ -49,6 +49,11 @@ def relative_error(
     layer: CalibrationLayer, weights: HeadWeights | LatentWeights, windows: Sequence[int]
 ) -> float | None:  # fmt: skip
     """Return the squared output error of a converted layer ÷ the original's squared output; None if that is 0."""
+    power = output_power(layer, windows)
+    return squared_error(layer, weights, windows) / power if power else None
+
+
+def output_power(layer: CalibrationLayer, windows: Sequence[int]) -> float:
+    """Return the squared output of the original layer, summed over windows."""
     batches = layer.windows.batches(list(windows))
-    of_original = sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches)
-    return squared_error(layer, weights, windows) / of_original if of_original else None
+    return sum(float(to_float64(original_output(layer, batch)).square().sum()) for batch in batches)

@@ -58,7 +58,13 @@ def _best(layer: CalibrationLayer, before: HeadMatrices, moments: list[Moments],
     if find_others is None:
         return first
     groups = zip(moments, maps, before.groups(len(moments)), strict=True)
-    others = zip(*(find_others(known, own, moments_from_weights(group)) for known, own, group in groups), strict=True)
+    others = zip(
+        *(
+            find_others(group_moments, group_maps, moments_from_weights(group_heads))
+            for group_moments, group_maps, group_heads in groups
+        ),
+        strict=True,
+    )
     solutions = chain([first], (merge_with_maps(before, moments, list(other_maps)) for other_maps in others))
     windows = comparison_windows(layer)
     return min(solutions, key=lambda merged: squared_error(layer, head_weights(merged), windows))

@@ -1,6 +1,6 @@
 """Read the calibration text of a conversion, as windows of the model's own tokens.
 
-The text is the one that ships with Groupwise, a file, a dataset, or text that the model writes itself
+The text is the one that ships with Groupwise, a file, a dataset, or text that the model generates itself
 (`convert/calibration/generated_text.py`). Several texts are mixed window by window.
 """
 

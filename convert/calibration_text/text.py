@@ -21,19 +21,19 @@ class CalibrationText:
     window_tokens: int
     """Tokens per window."""
     ids_NT: NDArray[np.int64] | None
-    """None until the model has written its windows, and if `verify` has no tokens."""
+    """None until the model has generated its windows, and if `verify` has no tokens."""
     generated: tuple[int, ...] = ()
-    """Indices of the windows that the model writes."""
+    """Indices of the windows that the model generates."""
     bos_ids: tuple[int, ...] = ()
     """Tokens that the tokenizer puts before a text."""
     read_NT: NDArray[np.int64] | None = None
     """The other windows, in order."""
     generation_bytes: int = 0
-    """Peak memory of writing, in bytes. Most of it is weights, which each step reads."""
+    """Peak memory of generating, in bytes. Most of it is weights, which each step reads."""
     generation_steps: int = 0
-    """Number of times that writing runs the whole model."""
+    """Number of times that generating runs the whole model."""
     generation_inputs: str = ""
-    """SHA-256 of what determines the text that the model writes, besides its weights and config."""
+    """SHA-256 of what determines the text that the model generates, besides its weights and config."""
 
     @property
     def n_tokens(self) -> int:
@@ -58,7 +58,7 @@ class CalibrationText:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Everything that determines the output before the model has written its windows.
+        """Everything that determines the output before the model has generated its windows.
 
         An interrupted conversion resumes only if it is equal.
         """
@@ -71,7 +71,7 @@ class CalibrationText:
         }
 
     def with_generated(self, generated_NT: NDArray[np.int64]) -> "CalibrationText":
-        """Return the text with the windows that the model has written."""
+        """Return the text with the windows that the model has generated."""
         assert self.read_NT is not None
         ids_NT = np.empty((self.n_windows, self.window_tokens), dtype=np.int64)
         ids_NT[list(self.generated)] = generated_NT

@@ -83,7 +83,7 @@ def merge_options(command: Command) -> Command:
                      "[default: as many as --calibration-tokens without --method, else 0]"),
         click.option("--calibration", metavar="TEXT",
                      help="Text to run the model on, for aligned, pca and fit. shipped: a mixture that comes with "
-                     "Groupwise. self: the model writes it, which needs the whole model in memory. Or a .jsonl, "
+                     "Groupwise. self: the model generates it, which needs the whole model in memory. Or a .jsonl, "
                      ".json, .parquet or .txt file, a folder of these, or hub:NAME[:[CONFIG:]SPLIT]. self+shipped, "
                      "self+TEXT, …: windows of each in turn. none: no text; without --method, this is the "
                      "paper's mean.  [default: shipped]"),

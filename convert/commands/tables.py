@@ -10,50 +10,50 @@ from model.common.counts import counted
 from model.common.printable import one_line
 
 
-def print_plan(planned: dict[str, Any], done: bool = False, layer_errors: Sequence[dict[str, Any]] = ()) -> None:
+def print_plan(summary: dict[str, Any], done: bool = False, layer_errors: Sequence[dict[str, Any]] = ()) -> None:
     """Print a plan's summary, with estimates unless it is `done`. `layer_errors`: those of `groupwise.json`."""
-    cache = planned["kv_cache_bytes_per_token"]
+    cache = summary["kv_cache_bytes_per_token"]
     verb, verb_done = {"repeat": ("repeat", "repeated"), "latent": ("compute", "computed")}.get(
-        planned["method"], ("merge", "merged")
+        summary["method"], ("merge", "merged")
     )
-    steps = " and ".join(step for step in ("refit", "refine") if planned.get(step))
-    method = f", method {planned['method']}{f' with {steps}' if steps else ''}" if planned["n_computed"] else ""
+    steps = " and ".join(step for step in ("refit", "refine") if summary.get(step))
+    method = f", method {summary['method']}{f' with {steps}' if steps else ''}" if summary["n_computed"] else ""
     print_key_values(
-        f"{planned['source']} → {planned['out']}",
+        f"{summary['source']} → {summary['out']}",
         [
-            _attention(planned, method),
-            *_tensors(verb_done if done else f"to {verb}", planned, "computed", " in the output"),
-            *_tensors("copied" if done else "to copy", planned, "copied"),
-            ("output", f"{format_bytes(planned['output_bytes'])} in {counted(planned['n_shards'], 'file')}"),
+            _attention(summary, method),
+            *_tensors(verb_done if done else f"to {verb}", summary, "computed", " in the output"),
+            *_tensors("copied" if done else "to copy", summary, "copied"),
+            ("output", f"{format_bytes(summary['output_bytes'])} in {counted(summary['n_shards'], 'file')}"),
             ("KV cache per token", f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])} (16 bit)"),
-            *([] if done else [("peak memory, estimate", format_bytes(planned["peak_memory_bytes"]))]),
-            *_calibration(planned, done),
+            *([] if done else [("peak memory, estimate", format_bytes(summary["peak_memory_bytes"]))]),
+            *_calibration(summary, done),
             *_layer_errors(layer_errors),
-            *([("not copied", ", ".join(map(one_line, planned["left_out"])))] if planned["left_out"] else []),
-            *(("note", note) for note in planned["notes"]),
+            *([("not copied", ", ".join(map(one_line, summary["skipped_files"])))] if summary["skipped_files"] else []),
+            *(("note", note) for note in summary["notes"]),
         ],
     )
 
 
-def _tensors(label: str, planned: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
-    n, n_bytes = planned[f"n_{kind}"], planned[f"bytes_{kind}"]
+def _tensors(label: str, summary: dict[str, Any], kind: str, where: str = "") -> list[tuple[str, str]]:
+    n, n_bytes = summary[f"n_{kind}"], summary[f"bytes_{kind}"]
     return [(label, f"{counted(n, 'tensor')}, {format_bytes(n_bytes)}{where}")] if n else []
 
 
-def _attention(planned: dict[str, Any], method: str) -> tuple[str, str]:
-    if planned["method"] != "latent":
-        return "K/V heads", f"{planned['n_kv_heads_in']} → {planned['groups']}{method}"
-    sizes = planned["latent"]
-    return "attention", f"{planned['n_kv_heads_in']} K/V heads → latent of {sizes['latent']} and key of {sizes['rope']}"
+def _attention(summary: dict[str, Any], method: str) -> tuple[str, str]:
+    if summary["method"] != "latent":
+        return "K/V heads", f"{summary['n_kv_heads_in']} → {summary['groups']}{method}"
+    sizes = summary["latent"]
+    return "attention", f"{summary['n_kv_heads_in']} K/V heads → latent of {sizes['latent']} and key of {sizes['rope']}"
 
 
-def _calibration(planned: dict[str, Any], done: bool) -> list[tuple[str, str]]:
-    text = planned.get("calibration")
+def _calibration(summary: dict[str, Any], done: bool) -> list[tuple[str, str]]:
+    text = summary.get("calibration")
     if not text:
         return []
     n_tokens = text["windows"] * text["window"]
-    time, room = format_duration(planned["estimated_calibration_seconds"]), format_bytes(planned["scratch_bytes"])
-    work = f"{n_tokens:,} tokens on {planned['device']}"
+    time, room = format_duration(summary["estimated_calibration_seconds"]), format_bytes(summary["scratch_bytes"])
+    work = f"{n_tokens:,} tokens on {summary['device']}"
     return [("calibration", work if done else f"{work}, estimate {time}, with {room} of temporary disk space")]
 
 

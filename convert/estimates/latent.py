@@ -54,7 +54,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
         return 0.0
     with computing_on(recipe.device), torch.inference_mode():
         layer = _measure(checkpoint, plan)
-        writing = generation_seconds(plan, text.window_tokens * layer.run)
+        generation = generation_seconds(plan, text.window_tokens * layer.run)
     validation = text.n_tokens / VALIDATION_EVERY
     outputs = 2 * len(KEY_WEIGHTS) * min(validation, MAX_COMPARISON_TOKENS) + text.n_tokens
     if recipe.refine:
@@ -65,7 +65,7 @@ def latent_seconds(checkpoint: Checkpoint, plan: LatentPlan) -> float:
     closed = len(KEY_WEIGHTS) * (layer.solving + text.n_windows * layer.queries)
     closed += tried * (layer.solving + surveyed / text.window_tokens * layer.queries)
     seconds = 2 * layer.load + (text.n_tokens + surveyed) * layer.run + outputs * layer.output + closed
-    return len(plan.conversions) * seconds + writing
+    return len(plan.conversions) * seconds + generation
 
 
 def _measure(checkpoint: Checkpoint, plan: LatentPlan) -> _Measured:

@@ -56,8 +56,8 @@ def merge_seconds(checkpoint: Checkpoint, plan: MergePlan) -> float:
     device = plan.recipe.device
     with computing_on(device), torch.inference_mode():
         measured = _measure(checkpoint, plan)
-        writing = generation_seconds(plan, measured.run)
-    return len(plan.conversions) * _layer_seconds(plan, measured) + writing
+        generation = generation_seconds(plan, measured.run)
+    return len(plan.conversions) * _layer_seconds(plan, measured) + generation
 
 
 def _layer_seconds(plan: MergePlan, measured: _Measured) -> float:

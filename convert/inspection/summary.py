@@ -90,7 +90,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes_by_dtype": dict(dtypes.most_common()),
         "files": [path.name for path in checkpoint.weight_files],
         "side_files": sorted(checkpoint.side_files),
-        "left_out": list(checkpoint.skipped_files),
+        "skipped_files": list(checkpoint.skipped_files),
     }
 
 

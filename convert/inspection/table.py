@@ -31,7 +31,7 @@ def print_inspection(summary: dict[str, Any]) -> None:
                 if summary["repeats"]
                 else []
             ),
-            *([("not copied", ", ".join(map(one_line, summary["left_out"])))] if summary["left_out"] else []),
+            *([("not copied", ", ".join(map(one_line, summary["skipped_files"])))] if summary["skipped_files"] else []),
             *(("note", note) for note in summary["notes"]),
         ],
     )

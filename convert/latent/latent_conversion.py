@@ -32,7 +32,7 @@ class LatentConversion:
     """The beginning of the attention's tensor names."""
     attention_norm: str
     """The weight of the norm before the attention."""
-    scale: float
+    residual_scale: float
     """The factor of the residual stream."""
 
     @property
@@ -110,9 +110,9 @@ class LatentConversion:
     def finish(self, checkpoint: "Checkpoint", latent: LatentMatrices) -> ConvertedLayer:
         """Return the layer's tensors in the output's dtype. Raises CheckpointError if one overflows."""
         dtype = FLOAT_DTYPES[self.dtype(checkpoint)]
-        exact = to_stock_tensors(latent, self.sizes, self.names, self.scale)
+        exact = to_stock_tensors(latent, self.sizes, self.names, self.residual_scale)
         return ConvertedLayer({name: rounded(name, values, dtype, DTYPE_ADVICE) for name, values in exact.items()}, {})
 
     def latent_of(self, tensors: dict[str, Real]) -> LatentMatrices:
         """Return the latent attention in the output's tensors, given in float64."""
-        return from_stock_tensors(tensors, self.sizes, self.names, self.scale)
+        return from_stock_tensors(tensors, self.sizes, self.names, self.residual_scale)

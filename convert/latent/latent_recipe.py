@@ -33,7 +33,7 @@ class LatentRecipe(Recipe):
     qk_rope_head_dim: int
     norm: LatentNormKind = "eps"
     frequencies: Frequencies
-    """What was asked for, until the pair indices are chosen; then what they are (`with_pair_indices`)."""
+    """The kind requested; once the pair indices are chosen, the kind that these need (`with_pair_indices`)."""
     latent_method: LatentMethod = "fit"
     """The method of the latent and the rotated key; all but `fit` are for comparison (`convert.latent.baselines`)."""
     pair_indices: tuple[float, ...] | None = None

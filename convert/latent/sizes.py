@@ -42,7 +42,7 @@ class LatentSizes:
     """Dimensions of the rotated key that all heads share."""
     norm: LatentNormKind
     frequencies: Frequencies
-    """What `qk_nope_head_dim` depends on; every other size does not."""
+    """Only `qk_nope_head_dim` depends on it."""
 
     @property
     def qk_nope_head_dim(self) -> int:

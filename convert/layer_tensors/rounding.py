@@ -1,5 +1,6 @@
 """Convert between a tensor's own dtype and float64: widen exactly, and round exactly once."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,11 @@ DTYPE_ADVICE = "use --dtype bfloat16"
 def widen(values: Array) -> Array:
     """Return `values` as float32, which represents every half-precision number exactly. float64 stays float64."""
     return values if values.dtype == np.float64 else values.astype(np.float32, copy=False)
+
+
+def to_float64(tensors: Mapping[str, Array]) -> dict[str, Real]:
+    """Return tensors, by name, as float64."""
+    return {name: values.astype(np.float64) for name, values in tensors.items()}
 
 
 def round_once(values: NDArray[np.float64], dtype: np.dtype[Any]) -> Array:

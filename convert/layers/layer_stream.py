@@ -155,7 +155,7 @@ def iter_layers(
     device: str,
     more_tokens: int = 0,
 ) -> Iterator[CalibrationLayer]:
-    """Yield each layer, on the device. The caller must call its `run`.
+    """Yield each layer, on the device. Call `run` on each before taking the next: it computes the next layer's input.
 
     `more_tokens`: tokens that the caller adds to `advance` for each layer. Those of layers that an earlier run finished
     are added here.

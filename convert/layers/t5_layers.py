@@ -77,8 +77,8 @@ class T5ModelLayers(ModelLayers):
         attention = self._load("decoder.block.0.layer.0.").SelfAttention
         zeros_1AM = attention.q.weight.new_zeros(1, self._n_decoded, self._geometry.hidden_size)
         bias_1HAA: Tensor = attention(zeros_1AM)[1]
-        hidden_AA = torch.full_like(bias_1HAA[0, 0], torch.finfo(torch.float32).min).triu(1)
-        return bias_1HAA + hidden_AA
+        mask_AA = torch.full_like(bias_1HAA[0, 0], torch.finfo(torch.float32).min).triu(1)
+        return bias_1HAA + mask_AA
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         encoded_BE, decoded_BA = ids_BT.tensor_split([self._n_encoded], dim=1)

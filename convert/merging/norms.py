@@ -52,12 +52,12 @@ def with_norms(merged: HeadMatrices, norms: NormWeights, moments: list[Moments],
     new_queries: list[Real] = []
     old_keys: list[Real] = []
     new_keys: list[Real] = []
-    for known, group_maps in zip(moments, maps, strict=True):
-        assert known.raw_keys_FF is not None
-        old_queries += [np.diagonal(queries_DD) for queries_DD in known.queries_HDD]
-        new_queries += map(_powers, group_maps.queries_HDD, known.queries_HDD)
-        old_keys += list(np.diagonal(known.raw_keys_FF).reshape(-1, known.head_dim))
-        new_keys.append(_powers(group_maps.keys_DF, known.raw_keys_FF))
+    for group_moments, group_maps in zip(moments, maps, strict=True):
+        assert group_moments.raw_keys_FF is not None
+        old_queries += [np.diagonal(queries_DD) for queries_DD in group_moments.queries_HDD]
+        new_queries += map(_powers, group_maps.queries_HDD, group_moments.queries_HDD)
+        old_keys += list(np.diagonal(group_moments.raw_keys_FF).reshape(-1, group_moments.head_dim))
+        new_keys.append(_powers(group_maps.keys_DF, group_moments.raw_keys_FF))
     q_HD = _merge_weights(norms.q_HD, np.stack(old_queries), np.stack(new_queries))
     k_GD = _merge_weights(norms.k_KD, np.stack(old_keys), np.stack(new_keys))
     norms = replace(norms, q_HD=q_HD, k_KD=k_GD)

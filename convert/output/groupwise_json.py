@@ -9,9 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from convert.latent.latent_recipe import LATENT
 from convert.layer_tensors.converted_layer import GroupReport, LayerConversion
 from convert.layer_tensors.layer_file import load_output_error
 from convert.output.write_shards import checksum_key, journalled
+from convert.planning.merge_plan import MergePlan
 from convert.planning.plan import Plan
 from model.checkpoint import Checkpoint
 from model.checkpoint.hub import origin_of
@@ -41,7 +43,7 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         "schema": SCHEMA,
         "source": {"name": name, "revision": revision, **planned["source"], "files": files},
         **plan.recipe.record,
-        "groups": plan.n_kv_heads,
+        **({"groups": plan.n_kv_heads} if isinstance(plan, MergePlan) else {}),
         "geometry": planned["geometry"],
         "versions": {name: version(name) for name in _packages(plan)},
         "merge_report": _merge_report(plan, staging),
@@ -140,7 +142,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _check(content: dict[str, Any]) -> None:
     """Raise InputError if a key that Groupwise reads is missing or has another type."""
-    check_types(content, {"schema": int, "method": str, "seed": int, "groups": int, "sha256": dict[str, str]})
+    check_types(content, {"schema": int, "method": str, "seed": int, "sha256": dict[str, str]})
+    if content["method"] != LATENT:
+        check_types(content, {"groups": int})
     check_types(content, {"source": dict, "merge_report": tuple[dict[str, Any], ...]})
     source = content["source"]
     check_types(source, {"name": str, "revision": str | None, "files": tuple[dict[str, Any], ...]}, "source")

@@ -82,7 +82,7 @@ def make_latent_plan(checkpoint: Checkpoint, recipe: LatentRecipe, max_shard_siz
             source_rope=source.rope,
             prefix=f"{prefix}self_attn.",
             attention_norm=f"{prefix}input_layernorm.weight",
-            scale=scale,
+            residual_scale=scale,
         )
         for prefix in (f"model.layers.{index}." for index in range(geometry.n_layers))
     )

@@ -131,8 +131,8 @@ class Plan(ABC):
         text = self.recipe.text
         if text is None:
             return merging
-        writing = CALIBRATION_PROGRAM_BYTES + text.generation_bytes if text.generated else 0
-        return max(merging, self._calibration_memory(), writing)
+        generation = CALIBRATION_PROGRAM_BYTES + text.generation_bytes if text.generated else 0
+        return max(merging, self._calibration_memory(), generation)
 
     @abstractmethod
     def _calibration_memory(self) -> int:

@@ -66,7 +66,7 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     except UnsupportedMethodError as error:
         reason = str(error).rstrip(".")
         raise UnsupportedMethodError(
-            f"The default merge is not possible: {reason}. --method mean is the paper's merge; its loss starts much "
+            f"the default merge is not possible: {reason}. --method mean is the paper's merge; its loss starts much "
             "higher, so it needs more uptraining."
         ) from error
 

@@ -10,7 +10,7 @@ from model.families import find_family
 
 def check_vocabulary(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if transformers could open neither the source nor the output, for its vocabulary's size."""
-    for problem in vocabulary_problems(checkpoint):
+    if problem := next(vocabulary_problems(checkpoint), None):
         raise CheckpointError(problem)
 
 

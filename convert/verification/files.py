@@ -8,6 +8,7 @@ from convert.merging.merge_recipe import MergeRecipe
 from convert.output.groupwise_json import LAYER_ERRORS, average_reports, planned_record
 from convert.output.model_card import model_card
 from convert.output.side_files import copied_files
+from convert.planning.latent_plan import LatentPlan
 from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_bytes
@@ -66,7 +67,7 @@ def _entries(comparison: Comparison) -> dict[str, tuple[Any, Any]]:
     """
     source, plan, record = comparison.source, comparison.plan, comparison.record
     recipe = plan.recipe.record if plan.computed else MergeRecipe("mean").record  # of a copy
-    planned = {**recipe, "groups": plan.n_kv_heads}
+    planned = recipe if isinstance(plan, LatentPlan) else {**recipe, "groups": plan.n_kv_heads}
     entries = {key: (record.get(key), value) for key, value in planned.items() if key != "calibration"}
     for part, values in planned_record(source, plan).items():
         recorded = record[part] if isinstance(record.get(part), dict) else {}

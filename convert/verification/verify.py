@@ -123,7 +123,7 @@ def _recorded_plan(
     """Return the plan of the conversion that OUT records. Raises CheckpointError if it is not possible."""
     recipe = recorded_recipe(source, out_path, record, device, findings)
     try:
-        return make_plan(source, record["groups"], recipe, None)
+        return make_plan(source, record.get("groups", 0), recipe, None)
     except CheckpointError as error:
         raise CheckpointError(f"{out_path} cannot have been made from {source.path}: {error}") from error
 

@@ -71,6 +71,7 @@ class ShardFile:
         self.close()
 
     def close(self) -> None:
+        """Close the shard without flushing it, unless it is closed already."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

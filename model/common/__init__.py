@@ -1,1 +1,1 @@
-"""Helpers of all packages: checks, console, errors, files, processes, staging folders, the machine, the tokenizer."""
+"""Helpers of all packages: checks, console, errors, processes, the machine."""

@@ -43,8 +43,8 @@ def load_model(
     interface. It reads Hugging Face folders only, and `dtype` None is the dtype of config.json. Native models are
     loaded without the parameters of `skip`, which stay on the meta device until the caller replaces them. Of a model
     with images or sound, only the language model inside is loaded; if it is not native, `dtype` None is the widest of
-    its matrices. Raises CheckpointError for a config that is not implemented, and for a missing, unexpected or
-    tensor of the wrong shape, which it names.
+    its matrices. Raises CheckpointError for a config that is not implemented, and for a tensor that is missing,
+    unexpected or of the wrong shape; the message names it.
     """
     with open_language_model(Path(folder)) as checkpoint:
         if is_native(checkpoint.config):

@@ -36,8 +36,8 @@ HF_PREFIX = "hf_model."
 class TransformersModel(nn.Module):
     """A causal language model of transformers with the interface of `LlamaForCausalLM`."""
 
-    product_dtype: torch.dtype | None = None
-    """The dtype that FSDP2 casts the inputs of layers to; None without it."""
+    state_dtype: torch.dtype | None = None
+    """The dtype to which FSDP2 casts the states that enter a layer; None without it."""
 
     def __init__(self, hf_model: nn.Module) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ class TransformersModel(nn.Module):
         allowed = document_mask(documents_BT, window, dense=True).allowed_B1TS
         assert allowed is not None
         dtype = self._mask_dtype(allowed.device.type)
-        hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return hidden.masked_fill(~allowed, torch.finfo(dtype).min)
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return mask.masked_fill(~allowed, torch.finfo(dtype).min)
 
     def _mask_dtype(self, device_type: str) -> torch.dtype:
         """Return the dtype of a mask that is added to the scores.
@@ -160,8 +160,8 @@ class TransformersModel(nn.Module):
         if config._attn_implementation == "sdpa":
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
-            if self.product_dtype is not None:
-                return self.product_dtype
+            if self.state_dtype is not None:
+                return self.state_dtype
         # The widest: states are float32 in training, and parameters that are not trained may be narrower. Then the
         # embedding knows the dtype of states, also where a teacher shares all of the student's parameters.
         dtypes = {parameter.dtype for parameter in self.parameters()}

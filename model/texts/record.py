@@ -170,7 +170,7 @@ def _chat(value: Any) -> str:
         return ""
     return (
         "; a chat must become text first: write what the tokenizer's apply_chat_template(messages, tokenize=False) "
-        "returns to the field 'text' (docs/training.md, Instruct and chat models)"
+        "returns to the field 'text' (docs/training.md, \"Chat models\")"
     )
 
 

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scripts.bench import convert
+from scripts.bench import convert as convert_bench
 from scripts.bench.llama_checkpoint import write_random
 from scripts.bench.machine import Row, write_rows
 from scripts.bench.rounds import in_turns, medians
@@ -128,16 +128,17 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 def measure(name: str, source: Path, out: Path, rounds: int) -> Row:
     """Convert and copy in turns; return the medians and the conversion's memory. The first round is not counted."""
     given = source / "model.gguf" if name == "GGUF" else source
+    checksums = convert_bench.checksums(source)
     commands = {
         "ours": [sys.executable, "-m", "convert", "to-hf", str(given), str(out)],
-        "cp+sync": ["sh", "-c", convert.synced_copy(source, out)],
-        "cp+sync+sha256": ["sh", "-c", f"{convert.synced_copy(source, out)} && {convert.checksums(source)}"],
+        "cp+sync": ["sh", "-c", convert_bench.synced_copy(source, out)],
+        "cp+sync+sha256": ["sh", "-c", f"{convert_bench.synced_copy(source, out)} && {checksums}"],
     }
 
     def run(who: str) -> dict[str, float]:
         shutil.rmtree(out, ignore_errors=True)
         os.sync()
-        return convert.measure(commands[who])
+        return convert_bench.measure(commands[who])
 
     runs = in_turns({who: partial(run, who) for who in commands}, rounds)
     shutil.rmtree(out)
@@ -161,7 +162,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)
-        write_random(convert.SHAPE.of_size(options.gb * 1e9), work / "model")
+        write_random(convert_bench.SHAPE.of_size(options.gb * 1e9), work / "model")
         for kind, write in WRITERS.items():
             source = work / "source"
             source.mkdir()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.machine import Row
 from uptrain.budget.budget import Budget
-from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.data.token_cache import MANIFEST, CacheManifest, CacheShard
 from uptrain.runs.settings import Settings
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, VOCAB = 512, 4, 2, 16384
@@ -66,7 +66,7 @@ def make_cache(folder: Path, documents: list[list[int]]) -> Path:
         (folder / name).write_bytes(values.tobytes())
         sums.append(hashlib.sha256(values.tobytes()).hexdigest())
     shard = CacheShard(*names, len(tokens), len(starts), *sums)
-    (folder / MANIFEST).write_bytes(Manifest(SEQ_LEN, "uint16", VOCAB, "", (shard,)).to_json())
+    (folder / MANIFEST).write_bytes(CacheManifest(SEQ_LEN, "uint16", VOCAB, "", (shard,)).to_json())
     return folder
 
 

@@ -40,10 +40,10 @@ from scripts.study.results import (
     united,
 )
 
-HEADLINE, WEAK_ONES, SPEED, RATES = "headline.png", "weak.png", "speed.png", "rates.png"
+HEADLINE_FIGURE, WEAK_ONES, SPEED, RATES_FIGURE = "headline.png", "weak.png", "speed.png", "rates.png"
 COMPUTE, PARTS, TOKENS = "compute.png", "parts.png", "tokens.png"
 SOURCES = {
-    HEADLINE: (
+    HEADLINE_FIGURE: (
         "merges.jsonl",
         "smollm2.jsonl",
         "refine.jsonl",
@@ -54,7 +54,7 @@ SOURCES = {
     ),
     WEAK_ONES: tuple(f"{plan}.jsonl" for plan in (*WEAK, "parts")),
     SPEED: (*(f"{plan}.jsonl" for plan in BETTER), "../bench/decode_study.json"),
-    RATES: ("rates.jsonl",),
+    RATES_FIGURE: ("rates.jsonl",),
     COMPUTE: tuple(f"{plan}.jsonl" for plan in (*WEAK, *BETTER, "refine", "refine_longer", "parts", "behaviour")),
     PARTS: ("parts.jsonl",),
     TOKENS: ("smollm2_tokens.jsonl",),
@@ -127,7 +127,7 @@ UNREFINED_ARMS = {"behaviour": "not refined"}
 """Plan → its name of the unrefined default, where it is not `unrefined`."""
 RECIPE = Curve("mean", "next-token", "mean, next token (α = 0.05: the paper's recipe)", Style(ORANGE, "s"))
 DISTILLED_MEAN = Curve("mean", "distill", "mean, distilled from the parent", Style(PINK, "v", "--"))
-FORMER_DEFAULT = Curve("fit-refit", "distill", "former default, distilled", Style(BLUE, "o", ":"))
+FORMER_DEFAULT_CURVE = Curve("fit-refit", "distill", "former default, distilled", Style(BLUE, "o", ":"))
 CONTROL = Curve("parent", "next-token", "the control: the parent, trained further", Style(MUTED, "d", "-."))
 DISTILLED_DEFAULT = Curve(
     ARM_REFITTED_ONCE["refine_longer"], "distill", "default, distilled: attention", Style(GREEN, "^", ":")
@@ -165,7 +165,7 @@ LEFT_OF = {**NEXT_TO, "xytext": (-5, -10), "horizontalalignment": "right"}
 def draw(results: Path) -> None:
     """Write the figures beside the results."""
     drawn = {
-        HEADLINE: headline, WEAK_ONES: weak, SPEED: speed, RATES: rates, COMPUTE: compute, PARTS: parts,
+        HEADLINE_FIGURE: headline, WEAK_ONES: weak, SPEED: speed, RATES_FIGURE: rates, COMPUTE: compute, PARTS: parts,
         TOKENS: tokens,
     }  # fmt: skip
     with matplotlib.rc_context(FIGURE_STYLE):
@@ -188,7 +188,7 @@ def headline(results: Path) -> Figure:
     plans = {name: read_results(results / f"{name}.jsonl") for name in names}
     draw_merges(above.subplots(), plans)
     left, right = below.subplots(1, 2, sharey=True)
-    earlier = [line for line in united(results, BETTER) if line["arm"] != FORMER_DEFAULT.arm]
+    earlier = [line for line in united(results, BETTER) if line["arm"] != FORMER_DEFAULT_CURVE.arm]
     lines = [*earlier, *distilled_mean(results), *read_results(results / "refine_longer.jsonl")]
     draw_both(below, left, right, lines, "7 tokens per parameter")
     return figure
@@ -247,7 +247,7 @@ def speed(results: Path) -> Figure:
     lines = united(results, BETTER)
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
-    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT):
+    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT_CURVE):
         by_heads = {heads: gaps(at(lines, curve.arm, (0.05, curve.loss), heads)) for heads in (4, 2, 1)}
         points = {heads: seeds for heads, seeds in by_heads.items() if seeds}
         draw_points(axes, {times[heads]: seeds for heads, seeds in points.items()}, curve.label, curve.style)
@@ -268,7 +268,7 @@ def rates(results: Path) -> Figure:
     """Draw the final loss for each peak rate and schedule, of the former default and of the mean."""
     lines = read_results(results / "rates.jsonl")
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
-    panels = ((FORMER_DEFAULT, FORMER_DEFAULT.label), (RECIPE, "mean, next token"))
+    panels = ((FORMER_DEFAULT_CURVE, FORMER_DEFAULT_CURVE.label), (RECIPE, "mean, next token"))
     for axes, (curve, title) in zip(figure.subplots(1, 2), panels, strict=True):
         for schedule, style in SCHEDULES.items():
             own = [line for line in curve.of(lines) if line["schedule"] == schedule]
@@ -442,7 +442,7 @@ def shares_of_seeds(results: dict[str, list[Result]], plan: str, arm: str, group
 def draw_uptraining(axes: Axes, lines: list[Result], groups: int) -> None:
     """Draw the loss after each way of uptraining, at the best of the settings tried for it."""
     own = of_one_part([line for line in lines if line["groups"] in (groups, 8)])
-    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT, CONTROL, DISTILLED_DEFAULT):
+    for curve in (RECIPE, DISTILLED_MEAN, FORMER_DEFAULT_CURVE, CONTROL, DISTILLED_DEFAULT):
         if points := gaps_by_alpha([line for line in own if line["arm"] == curve.arm], curve.loss):
             percent = {100 * alpha: seeds for alpha, seeds in points.items() if alpha}
             draw_points(axes, percent, curve.label, curve.style)

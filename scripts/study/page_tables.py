@@ -74,7 +74,7 @@ def distances(lines: list[Result], names: Sequence[tuple[str, StageKey]]) -> str
     return markdown(["arm", "compute", *(f"{before} → {groups} heads" for groups in heads)], rows)
 
 
-def gaps_by_rate(lines: list[Result]) -> str:
+def rates_table(lines: list[Result]) -> str:
     """Return the table of losses above the parent's by peak learning rate, for all numbers of K/V heads.
 
     The first number is the parents' own: it has the unmerged parents, trained on.

@@ -17,9 +17,9 @@ from scripts.study.page_tables import (
     by_tokens,
     distances,
     extrapolated,
-    gaps_by_rate,
     kinds_by_part,
     one_merge_by_rate,
+    rates_table,
     recovered_by_text_kind,
     savings,
     tasks,
@@ -118,7 +118,7 @@ def tried_rates(results: Path) -> str:
     """Return the table of the uptrainings of the longest-trained parents that were tried at several rates."""
     lines = [line for line in twenty(results) if line["alpha"]]
     several = {(line["arm"], stage_of(line)) for line in lines if line["plan"] == "twenty_rates"}
-    return gaps_by_rate([line for line in lines if (line["arm"], stage_of(line)) in several])
+    return rates_table([line for line in lines if (line["arm"], stage_of(line)) in several])
 
 
 SAME_TRAINING = (

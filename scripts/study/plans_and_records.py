@@ -28,7 +28,7 @@ def table(results: Path, plans: Path = PLANS) -> str:
     rows = []
     for path in sorted(plans.glob("*.toml")):
         if lines := read_results(results / f"{path.stem}.jsonl"):
-            rows.append([f"`{path.stem}`", commits(lines), *differences(read_plan(path), lines)])
+            rows.append([f"`{path.stem}`", commits(lines), *plan_differences(read_plan(path), lines)])
     return markdown(HEADINGS, rows)
 
 
@@ -37,7 +37,7 @@ def commits(lines: list[Result]) -> str:
     return ", ".join(f"{commit} ({n})" for commit, n in counts.most_common())
 
 
-def differences(plan: Plan, lines: list[Result]) -> tuple[str, str]:
+def plan_differences(plan: Plan, lines: list[Result]) -> tuple[str, str]:
     """Return what the record has beyond the plan, and what it lacks of it."""
     cases = all_cases(Workspace(plan, work=Path(), texts=None))
     planned = {key(case, stage) for case in cases for stage in case.stages}
@@ -49,7 +49,7 @@ def differences(plan: Plan, lines: list[Result]) -> tuple[str, str]:
         unasked = (MEASURES - {"curve"} - measures) & line.keys()  # a curve is no measure that a plan names
         beyond.update(f"with {name} that the plan lacks" for name in unasked)
         lacking.update(f"without {name}" for name in measures - line.keys())
-    return describe(beyond, len(recorded)), describe(lacking, len(planned))
+    return describe_counts(beyond, len(recorded)), describe_counts(lacking, len(planned))
 
 
 def count_differences(figures: Iterable[Key], others: Iterable[Key]) -> Counter[str]:
@@ -66,6 +66,6 @@ def difference(figure: Key, others: list[Key]) -> str:
     return "with other uptrainings"
 
 
-def describe(counts: Counter[str], total: int) -> str:
+def describe_counts(counts: Counter[str], total: int) -> str:
     named = ", ".join(f"{n} {name}" for name, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     return f"of {total:,}: {named}" if named else "–"

@@ -164,9 +164,9 @@ def shares_of_gap(own: list[Result], reference_losses: Seeds) -> Seeds:
 
 def gaps(lines: list[Result]) -> Seeds:
     """Return for each seed the loss minus the parent's loss."""
-    return differences(losses(lines), of_seeds(lines, "parent_loss"))
+    return subtract(losses(lines), of_seeds(lines, "parent_loss"))
 
 
-def differences(own: Seeds, others: Seeds) -> Seeds:
+def subtract(own: Seeds, others: Seeds) -> Seeds:
     """Return a figure minus another one, for each seed that has both."""
     return {seed: figure - others[seed] for seed, figure in own.items() if seed in others}

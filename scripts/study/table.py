@@ -30,7 +30,6 @@ from scripts.study.results import (
     StageKey,
     at,
     by_setting,
-    differences,
     is_parent,
     losses,
     of_seeds,
@@ -39,6 +38,7 @@ from scripts.study.results import (
     shares_of_gap,
     shares_of_mean_gap,
     stage_of,
+    subtract,
     unique,
 )
 
@@ -61,7 +61,7 @@ def tables(lines: list[Result]) -> Iterator[str]:
             yield f"### {plans}: {whose}merged to {counted(groups, 'K/V head')}\n\n{table(chosen)}"
             yield from tables_of_rates(chosen)
             if any(line["alpha"] for line in chosen):
-                yield measures(chosen)
+                yield distances_table(chosen)
             if watched := [line for line in chosen if "behaviour" in line]:
                 yield behaviours(watched)
             if watched := [line for line in watched if "loss_by_kind" in line["behaviour"]]:
@@ -98,7 +98,7 @@ def tables_of_rates(lines: list[Result]) -> Iterator[str]:
         yield markdown([f"{arm}, {name_of(stage)}; peak:", *(f"{lr:g}" for lr in peaks)], rows)
 
 
-def measures(lines: list[Result]) -> str:
+def distances_table(lines: list[Result]) -> str:
     """Return the table of each model's distance from its parent and from the control."""
     rows, of_recipe = [], losses(at(lines, *PAPER_RECIPE))
     for arm, stage in models(lines):
@@ -111,7 +111,7 @@ def measures(lines: list[Result]) -> str:
             arm, name_of(stage),
             show(of_seeds(own, "kl"), "{:.3f}"), show(of_seeds(own, "agreement"), "{:.1%}"),
             show(recovered, "{:.0%}"), show(shares_of_gap(own, of_recipe), "{:.0%}"),
-            show(differences(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
+            show(subtract(losses(own), control(lines, stage)) if is_trained_merge else {}, "{:+.3f}"),
         ])  # fmt: skip
     headings = ["arm", "uptraining", "KL from parent", "agreement", "recovered", "of the recipe's gap",
                 "over the control"]  # fmt: skip

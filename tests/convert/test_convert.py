@@ -126,7 +126,7 @@ def test_a_staging_area_or_a_young_run_in_the_source_is_not_copied(convert, sour
         (source / name).write_text("private")
     (source / "run/model").mkdir()
     result = json.loads(convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--json").out)
-    assert result["left_out"] == [".run.data.groupwise/", "run/ (a training run, its data, or logits)"]
+    assert result["skipped_files"] == [".run.data.groupwise/", "run/ (a training run, its data, or logits)"]
     (tmp_path / "out/.x.groupwise").mkdir()
     again = convert("mha-to-mqa", "--method", "mean", source, tmp_path / "out", "--overwrite")
     again.refused("(here: .x.groupwise), so --overwrite will not replace it")
@@ -154,7 +154,7 @@ def test_side_files_are_copied_and_stale_ones_are_not(convert, source, tmp_path)
     weights = {f.name for f in source.glob("model-*.safetensors")}
     own = {"config.json", "groupwise.json", "NOTICE", "generation_config.json", "model.safetensors.index.json"}
     assert after.keys() == tiny.SIDE_FILES.keys() | weights | own
-    assert "pytorch_model.bin" in json.loads(result.out)["left_out"]
+    assert "pytorch_model.bin" in json.loads(result.out)["skipped_files"]
 
 
 def test_card_includes_the_source_card(convert, source, tmp_path):

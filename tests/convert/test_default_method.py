@@ -69,7 +69,7 @@ def test_without_the_default_method_another_must_be_requested(convert, tmp_path,
     source, out = tiny.save(tiny.build(family, **norms), tmp_path / "source"), tmp_path / "out"
     (source / "tokenizer.json").unlink()
     convert("mha-to-gqa", source, out, "--groups", 2, *options).refused(
-        "The default merge is not possible: ", why, "--method mean is the paper's merge"
+        "the default merge is not possible: ", why, "--method mean is the paper's merge"
     )
     assert not out.exists()
     convert("mha-to-gqa", source, out, "--groups", 2, "--method", "mean").succeeded()

@@ -275,7 +275,7 @@ def test_norms_that_subtract_the_mean_are_refused(convert, tmp_path, family, cha
         "--heads maps heads as --method pca does", "subtracts their mean; leave --heads out."
     )
     convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2).refused(
-        "The default merge is not possible", "subtracts their mean. --method mean is the paper's merge"
+        "the default merge is not possible", "subtracts their mean. --method mean is the paper's merge"
     )
 
 

@@ -172,7 +172,7 @@ def test_runs_inside_the_source_are_not_copied(convert, source, tmp_path):
     result = convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--json")
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"assets", "chat_templates"}
     why = "(a training run, its data, or logits)"
-    assert json.loads(result.out)["left_out"] == [f"exp/ {why}", f"exp.data/ {why}"]
+    assert json.loads(result.out)["skipped_files"] == [f"exp/ {why}", f"exp.data/ {why}"]
 
 
 def test_a_partly_cached_model(convert, tmp_path):

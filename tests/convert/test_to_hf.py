@@ -93,7 +93,7 @@ def test_the_order_of_formats_in_one_folder(convert, tmp_path):
         read = {*files[kind]}
         assert summary["format"] == kind
         config = ["config.json"] * (kind == "meta")  # made of params.json instead
-        assert sorted(summary["left_out"]) == sorted([name for name in left if name not in read] + config)
+        assert sorted(summary["skipped_files"]) == sorted([name for name in left if name not in read] + config)
         convert("to-hf", folder, tmp_path / f"out-{kind}").succeeded()
         tensors = tiny.tensors(tmp_path / f"out-{kind}")
         assert all(torch.equal(tensors[name], tensor) for name, tensor in models[kind].state_dict().items())

@@ -104,7 +104,7 @@ def test_shards_that_the_index_does_not_name(convert, source, tmp_path):
     stray = {"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 32)}
     save_file(stray, source / "model-00009-of-00009.safetensors")
     result = convert("mha-to-gqa", "--method", "mean", source, tmp_path / "good", "--groups", 2, "--json")
-    assert "model-00009-of-00009.safetensors" in json.loads(result.out)["left_out"]
+    assert "model-00009-of-00009.safetensors" in json.loads(result.out)["skipped_files"]
     assert not (tmp_path / "good/model-00009-of-00009.safetensors").exists()
     assert not torch.equal(tiny.tensors(tmp_path / "good")["model.layers.0.self_attn.k_proj.weight"], torch.ones(8, 32))
 

@@ -28,7 +28,7 @@ def all_bytes(folder):
 
 
 def skipped_files(convert, source):
-    return json.loads(convert("inspect", source, "--json").out)["left_out"]
+    return json.loads(convert("inspect", source, "--json").out)["skipped_files"]
 
 
 def test_links_out_of_source_are_not_copied(convert, source, tmp_path, secret):
@@ -90,7 +90,7 @@ def test_a_snapshot_of_the_hub_is_whole_but_links_elsewhere_are_not_followed(con
     (other / "1").write_bytes(SECRET)
     (snapshot / "other.txt").symlink_to(other / "1")
     result = convert("mha-to-gqa", snapshot, tmp_path / "out", *MEAN, "--json").succeeded()
-    assert sorted(json.loads(result.out)["left_out"]) == [
+    assert sorted(json.loads(result.out)["skipped_files"]) == [
         "other.txt (a link out of the folder)", "vocab.txt (a link out of the folder)",
     ]  # fmt: skip
     assert (tmp_path / "out/sub/notes.txt").read_text() == "notes"
@@ -125,7 +125,7 @@ def test_a_folder_in_a_snapshot(convert, tmp_path):
     for link in [path for path in snapshot.iterdir() if path.is_symlink()]:
         (snapshot / "inner" / link.name).symlink_to(Path("..") / link.readlink())
     result = convert("mha-to-gqa", snapshot / "inner", tmp_path / "out", *MEAN, "--json")
-    assert (result.code, json.loads(result.out)["left_out"]) == (0, [])
+    assert (result.code, json.loads(result.out)["skipped_files"]) == (0, [])
     assert (tmp_path / "out/tokenizer.json").is_file()
 
 

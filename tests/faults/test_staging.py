@@ -1,4 +1,4 @@
-"""What a killed or interrupted command leaves in its staging folder: nothing is lost, and the next command resumes."""
+"""What a killed or interrupted command leaves in its staging area: nothing is lost, and the next command resumes."""
 
 import errno
 import os

@@ -114,7 +114,7 @@ def test_text_that_no_command_line_can_give(uptrain, model, tmp_path):
 
 @pytest.mark.parametrize("length", [240, 250, 300])
 def test_a_name_that_no_file_can_have(convert, uptrain, model, tmp_path, length):
-    """Of 240 it can, but not the staging folder's beside it."""
+    """Of 240 it can, but not the staging area's beside it."""
     out = tmp_path / ("x" * length)
     convert("mha-to-mqa", model, out, "--method", "mean").refused("x" * length)
     texts = ("--data", model / "config.json", "--tokenizer", model, "--seq-len", 16)
@@ -229,7 +229,7 @@ def test_a_tensor_that_no_layer_can_be_run_with(convert, model, tmp_path, dtype)
     options = ("--groups", 2, "--calibration-tokens", 1024)
     convert("mha-to-gqa", model, tmp_path / "out", "--method", "fit", *options).refused(name, "cannot be run with")
     assert not (tmp_path / "out").exists()
-    convert("mha-to-gqa", model, tmp_path / "out", *options).refused("The default merge is not possible: ", name)
+    convert("mha-to-gqa", model, tmp_path / "out", *options).refused("the default merge is not possible: ", name)
     convert("mha-to-gqa", model, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()
     with pytest.raises(CheckpointError, match=f"{name} as .* cannot be run with"):
         load_model(model)

@@ -57,7 +57,7 @@ def test_converts_as_the_hugging_face_folder_does(convert, tmp_path, dtype, n_pi
         assert_same_conversion(convert, folder, other, tmp_path, groups)
     summary = json.loads(convert("inspect", other, "--json").out)
     assert summary["files"] == [".metadata", *(f"__{i}_0.distcp" for i in range(n_pieces))]
-    assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
+    assert (summary["format"], summary["side_files"], summary["skipped_files"]) == ("dcp", ["tokenizer.json"], [])
 
 
 def test_the_config_names_the_dtype_of_the_tensors(convert, tmp_path):
@@ -237,7 +237,7 @@ def test_a_project_around_the_checkpoint_is_not_copied(convert, tmp_path):
     (folder / "latest").symlink_to("step-900")
     path = write_dcp(folder / "step-7", prefixed(model.state_dict(), ""), 2)
     result = json.loads(convert("to-hf", path, tmp_path / "out", "--json").out)
-    assert set(result["left_out"]) >= {".env", "train.py", "nohup.out", "latest"}
+    assert set(result["skipped_files"]) >= {".env", "train.py", "nohup.out", "latest"}
     copied = {file.name for file in (tmp_path / "out").iterdir()}
     assert "vocab.json" in copied
     assert not copied & {".env", "train.py", "nohup.out", "latest"}

@@ -44,7 +44,7 @@ def test_torchtitan_converts_as_the_hugging_face_folder_does(convert, tmp_path, 
     for groups in (8, 2, 1):
         assert_same_conversion(convert, folder, path, tmp_path, groups)
     summary = json.loads(convert("inspect", path, "--json").out)
-    assert (summary["format"], summary["side_files"], summary["left_out"]) == ("dcp", ["tokenizer.json"], [])
+    assert (summary["format"], summary["side_files"], summary["skipped_files"]) == ("dcp", ["tokenizer.json"], [])
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])

@@ -158,7 +158,7 @@ def test_inspect_and_the_record_name_the_files(convert, tmp_path):
     (folder / "training_args.bin").write_bytes(b"\x80\x02 of no concern")
     summary = json.loads(convert("inspect", folder, "--json").out)
     files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    assert (summary["format"], summary["files"], summary["left_out"]) == ("bin", files, ["training_args.bin"])
+    assert (summary["format"], summary["files"], summary["skipped_files"]) == ("bin", files, ["training_args.bin"])
     convert("mha-to-mqa", "--method", "mean", folder, tmp_path / "out")
     record = json.loads((tmp_path / "out/groupwise.json").read_text())
     assert [file["name"] for file in record["source"]["files"]] == files
@@ -168,7 +168,7 @@ def test_safetensors_are_preferred(convert, tmp_path):
     folder = write_bin(tmp_path / "both", tiny.build(seed=1))
     tiny.save(tiny.build(), tmp_path / "both")
     summary = json.loads(convert("inspect", folder, "--json").out)
-    assert (summary["format"], summary["left_out"]) == ("safetensors", ["pytorch_model.bin"])
+    assert (summary["format"], summary["skipped_files"]) == ("safetensors", ["pytorch_model.bin"])
     assert "pytorch_model.bin" in convert("inspect", folder).out
 
 

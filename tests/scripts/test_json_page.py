@@ -14,7 +14,7 @@ from tiny_tokenizers import SENTENCES, make_tokenizer
 
 PAGE = (ROOT / "docs/json.md").read_text()
 BY_VALUE = {
-    "bytes_by_dtype", "dropped", "kv_cache_bytes_per_token", "learning_rates", "default_peaks", "rounded", "sha256",
+    "bytes_by_dtype", "dropped", "kv_cache_bytes_per_token", "learning_rates", "default_peak_lrs", "rounded", "sha256",
     "versions", "settings", "identities", "files", "sharded_bytes_per_process", "flops", "hours", "device_hours",
 }  # fmt: skip
 """Keys of objects whose own keys are values, such as dtypes and files, or are described in words."""

@@ -354,7 +354,7 @@ def test_table_of_measures():
         line("parent", 0, 3.9, stage=(0.05, "next-token", 1e-3), groups=4, convert=None),
         line("parent", 0, 4.0, groups=4, convert=None),
     ]  # fmt: skip
-    assert table.measures(lines).splitlines()[2:] == [
+    assert table.distances_table(lines).splitlines()[2:] == [
         "| parent | next-token, α 0.05 | 0.500 | 75.0% | – | -10% | – |",
         "| fit-refit | none | 0.500 | 75.0% | – | 100% | – |",
         "| fit-refit | distill, α 0.05 | 0.500 | 75.0% | 50% | 50% | +0.600 |",

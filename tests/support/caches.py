@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.data.token_cache import MANIFEST, CacheManifest, CacheShard
 
 
 def write_cache(
@@ -27,6 +27,6 @@ def write_cache(
             (folder / name).write_bytes(content)
         hashes = [hashlib.sha256(content).hexdigest() for content in contents.values()]
         made.append(CacheShard(*contents, sum(lengths), len(documents), *hashes))
-    manifest = Manifest(seq_len, dtype, vocab_size, tokenizer, tuple(made))
+    manifest = CacheManifest(seq_len, dtype, vocab_size, tokenizer, tuple(made))
     (folder / MANIFEST).write_bytes(manifest.to_json())
     return folder

@@ -33,5 +33,5 @@ class Result:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Return the names of hidden files and folders, such as staging folders."""
+    """Return the names of hidden files and folders, such as staging areas."""
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]

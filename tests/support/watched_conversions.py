@@ -47,7 +47,7 @@ def fuzz(check: Callable[..., None], examples: int) -> tuple[Callable[..., None]
 
 
 def convert_and_compare(convert: Any, place: Path) -> int:
-    """Convert; only OUT and its staging folder may be written, a refusal is one line, and what was made is right."""
+    """Convert; only OUT and its staging area may be written, a refusal is one line, and what was made is right."""
     before = tiny.snapshot(place)
     with Writes() as writes:
         result = convert("mha-to-gqa", "--method", "mean", place / "source", place / "out", "--groups", 2)

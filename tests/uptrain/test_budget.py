@@ -16,7 +16,7 @@ from model.checkpoint import TensorInfo
 from model.checkpoint.latent_norm import LATENT_NORM_KEY
 from model.common.counts import counted, format_count, parse_count
 from model.common.errors import InputError
-from uptrain.budget.budget import BudgetOptions, default_peak, evaluation_warning, make_budget
+from uptrain.budget.budget import BudgetOptions, default_peak_lr, evaluation_warning, make_budget
 from uptrain.budget.conversion_record import source_names
 from uptrain.budget.identify import SHAPE_KEYS, find_original, known_originals
 from uptrain.budget.methods import METHODS, PEAK_DIVISOR
@@ -69,7 +69,7 @@ def test_certain_rows_give_the_published_steps(original):
 
 def test_original_steps_and_default_peaks():
     assert {name: find_original(name).steps for name in ORIGINAL_STEPS} == ORIGINAL_STEPS
-    assert {name: default_peak(find_original(name).peak_lr, PEAK_DIVISOR) for name in PEAKS} == PEAKS
+    assert {name: default_peak_lr(find_original(name).peak_lr, PEAK_DIVISOR) for name in PEAKS} == PEAKS
 
 
 @pytest.mark.parametrize(

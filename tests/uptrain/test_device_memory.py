@@ -304,7 +304,7 @@ def test_the_advice_counts_adapters(uptrain, tmp_path, monkeypatch):
     )
     fixed = ("--steps", 1, "--lr", 1, "--global-batch-tokens", 256, "--max-minutes", 0)
     uptrain("run", inputs["model"], "--data", inputs["data"], "--out", tmp_path / "run", *fixed).succeeded()
-    assert ranks == [resolve_settings.DEFAULT_RANK]
+    assert ranks == [resolve_settings.DEFAULT_LORA_RANK]
 
 
 @pytest.mark.parametrize(("free", "named"), [(1_239_999, "1.23MB"), (0, "0.01MB")])

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -60,11 +61,11 @@ def schedules(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(SCHEDULES)) -> Sch
 @given(schedules())
 def test_properties(schedule):
     rates = [learning_rate(schedule, step) for step in range(schedule.total_steps)]
-    assert all(0 < rate <= schedule.peak for rate in rates)
+    assert all(0 < rate <= schedule.peak_lr for rate in rates)
     up, down = rates[: schedule.warmup_steps], rates[schedule.warmup_steps :]
     if schedule.kind != "inverse-sqrt":
         assert up == sorted(up)
-        assert not up or up[-1] == schedule.peak
+        assert not up or up[-1] == schedule.peak_lr
     assert down == sorted(down, reverse=True)
 
 
@@ -76,7 +77,7 @@ def test_only_wsd_has_a_decay_that_begins(schedule):
 @given(schedules(("wsd",)), st.integers(1, 2000))
 def test_a_longer_wsd_run_passes_through_the_point_where_decay_begins(schedule, more):
     begin = decay_start(schedule)
-    longer = Schedule("wsd", schedule.peak, schedule.total_steps + more, schedule.warmup_steps, schedule.decay_fraction)
+    longer = replace(schedule, total_steps=schedule.total_steps + more)
     assert begin <= decay_start(longer)
     assert [learning_rate(schedule, s) for s in range(begin)] == [learning_rate(longer, s) for s in range(begin)]
 

@@ -18,7 +18,7 @@ from uptrain.budget import identify, pretraining
 from uptrain.budget.budget import BudgetOptions
 from uptrain.data.prepare.tokenizer import load_tokenizer
 from uptrain.data.run_data import seq_len_of
-from uptrain.data.token_cache import MANIFEST, CacheShard, Manifest
+from uptrain.data.token_cache import MANIFEST, CacheManifest, CacheShard
 from uptrain.estimates.training_time import TIME_FORMULA
 from uptrain.models.trainable_choices import TRAINABLE
 from uptrain.runs.resolve_settings import resolve_settings
@@ -35,7 +35,7 @@ def cache(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     shard = CacheShard("tokens-00000.bin", "documents-00000.bin", 100_000, 10, "a" * 64, "b" * 64)
-    (folder / MANIFEST).write_bytes(Manifest(4000, "uint16", 67, "", (shard,)).to_json())
+    (folder / MANIFEST).write_bytes(CacheManifest(4000, "uint16", 67, "", (shard,)).to_json())
     return folder
 
 
@@ -103,7 +103,7 @@ def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, lengt
 def test_learning_rates_are_those_of_the_run(uptrain, source):
     planned = plan(uptrain, source, "--steps", 1000, "--warmup-steps", 30, *SIZE)
     assert planned["schedule"] == {
-        "kind": "wsd", "peak": 1e-3, "total_steps": 1000, "warmup_steps": 30, "decay_fraction": 0.2,
+        "kind": "wsd", "peak_lr": 1e-3, "total_steps": 1000, "warmup_steps": 30, "decay_fraction": 0.2,
         "original_steps": 0, "decay_start": 800,
     }  # fmt: skip
     schedule = Schedule("wsd", 1e-3, 1000, 30)
@@ -143,7 +143,7 @@ def test_a_converted_model_finds_its_original_by_name(uptrain, convert, source, 
         "certainty": "sure", "source": "this test", "note": "",
     }  # fmt: skip
     assert (planned["steps"], planned["n_kv_heads"]) == (96, 2)
-    assert planned["schedule"]["peak"] == pytest.approx(2e-3 / 3)
+    assert planned["schedule"]["peak_lr"] == pytest.approx(2e-3 / 3)
     assert plan(uptrain, out, "--alpha", 0.05, "--original", "tiny-1")["steps"] == 48
 
 
@@ -165,7 +165,7 @@ def test_the_options_that_a_refusal_names_are_enough(uptrain, source, tmp_path, 
     advice = refused.err.rstrip(".\n").split("knowing them, ")[1]
     options = advice.removeprefix("add ").removeprefix(f"replace {length} by ").split()
     planned = plan(uptrain, source, *options, *(given if advice.startswith("add ") else ()))
-    assert planned["steps"] >= 50 and planned["schedule"]["peak"] == 5e-5
+    assert planned["steps"] >= 50 and planned["schedule"]["peak_lr"] == 5e-5
 
 
 def test_epochs_over_a_cache(uptrain, source, cache):
@@ -459,20 +459,27 @@ def test_the_loss_to_expect_follows_from_the_merge(uptrain, source, method, expe
     assert plan(uptrain, source, "--steps", 10, *SIZE)["first_loss"].startswith(expected)
 
 
+def test_adafactor_needs_a_rate_as_in_a_run(uptrain, source, llama_2_of_tiny_shape):
+    options = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
+    words = "--optimizer adafactor needs --lr"
+    uptrain("plan", source, *options, "--optimizer", "adafactor").refused(words)
+    assert plan(uptrain, source, *options, "--optimizer", "adafactor", "--lr", 1e-4)["schedule"]["peak_lr"] == 1e-4
+
+
 @pytest.mark.parametrize(("method", "peak"), [("mean", 1e-4), ("fit", 5e-5), ("latent", 2e-5)])
 def test_the_default_peak_follows_from_the_conversion(uptrain, source, llama_2_of_tiny_shape, method, peak):
     (source / "groupwise.json").write_text(json.dumps({"source": {"name": "parent"}, "method": method}))
     budget = ("--steps", 10, "--original", "llama-2-7b", "--global-batch-tokens", "64K", "--seq-len", 1000)
     planned = plan(uptrain, source, *budget)
-    assert planned["schedule"]["peak"] == planned["default_peaks"]["attention"] == peak
+    assert planned["schedule"]["peak_lr"] == planned["default_peak_lrs"]["attention"] == peak
     shown = " ".join(uptrain("plan", source, *budget, "--details").out.split())
     assert ("for --trainable: all 2e-05, attention 5e-05, kv 0.0001, lora 0.0001" in shown) == (method == "fit")
     given = (*budget, "--lr", 3e-4)
-    assert plan(uptrain, source, *given)["default_peaks"] is None
+    assert plan(uptrain, source, *given)["default_peak_lrs"] is None
     assert "for --trainable: all" not in " ".join(uptrain("plan", source, *given, "--details").out.split())
     # A run resolves the same, for each part.
     budget_options = BudgetOptions(steps=10, original="llama-2-7b", global_batch_tokens=64_000)
-    for part, default in {None: peak, **planned["default_peaks"]}.items():
+    for part, default in {None: peak, **planned["default_peak_lrs"]}.items():
         options = RunOptions(
             budget=budget_options, model=source, init=None, data=("cache",), out=source.parent / "run",
             schedule="wsd", optimizer="adamw", weight_decay=0.0, seed=0, keep_last=2, micro_batch=1, trainable=part,

@@ -23,7 +23,7 @@ from model.tokenizer import open_tokenizer
 from uptrain.data.prepare import work_units
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.tokenizer import Encoder, load_tokenizer
-from uptrain.data.token_cache import Manifest, TokenCache
+from uptrain.data.token_cache import CacheManifest, TokenCache
 
 
 @pytest.fixture(autouse=True)
@@ -514,14 +514,14 @@ def test_share_says_what_comes_next(uptrain, source, tokenizer, tmp_path):
     result = uptrain("prepare", "--data", source, "--tokenizer", tokenizer, "--seq-len", 32,
                      "--out", tmp_path / "out", "--shard", "1/2")  # fmt: skip
     result.succeeded()
-    assert re.match(r"Part 1/2 is done: [\d,]+ documents, [\d,]+ tokens\. ", result.out)
+    assert re.match(r"Shard 1/2 is done: [\d,]+ documents, [\d,]+ tokens\. ", result.out)
     words = " ".join(result.out.split())
-    assert words.endswith("When all 2 parts are done, run the command without --shard to join them.")
+    assert words.endswith("When all 2 shards are done, run the command without --shard to join them.")
 
 
 def test_as_a_function(source, tokenizer, tmp_path):
     result = prepare(PrepareOptions((str(source),), tmp_path / "out", 32, tokenizer))
-    assert result["tokens"] == Manifest.parse(tmp_path / "out").n_tokens
+    assert result["tokens"] == CacheManifest.parse(tmp_path / "out").n_tokens
     assert isinstance(result["out"], str)
     assert Path(result["out"]) == tmp_path / "out"
 

@@ -36,7 +36,8 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
     records = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     last = steps[-1]
-    assert (status["status"], status["reason"], status["step"], status["steps"]) == ("finished", "finished", 12, 12)
+    assert (status["status"], status["reason"]) == ("finished", "finished")
+    assert (status["step"], status["total_steps"]) == (12, 12)
     assert (status["tokens"], status["total_tokens"], status["share"]) == (last["tokens"], 12 * 256, 1.0)
     assert [status[key] for key in ("loss", "learning_rate", "grad_norm")] == [
         last[key] for key in ("loss", "learning_rate", "grad_norm")
@@ -48,7 +49,7 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
     assert status["evaluation"].items() >= measured.items()
     assert status["evaluation"]["step"] == 12
     assert [entry["step"] for entry in status["checkpoints"]] == [10, 12]
-    assert [entry["kept"] for entry in status["checkpoints"]] == [True, False]
+    assert [entry["kept_for_extend"] for entry in status["checkpoints"]] == [True, False]
     assert [entry["damage"] for entry in status["checkpoints"]] == ["", ""]
     assert all(entry["bytes"] > 100_000 for entry in status["checkpoints"])
     shown = uptrain("status", distilled, "--verify").out
@@ -276,23 +277,23 @@ def test_damaged_checkpoint(tmp_path, uptrain):
 
 
 @pytest.mark.parametrize(("newest", "expected"), [
-    ({"kept": False}, "export RUN FOLDER"), ({"kept": False, "damage": ""}, "export RUN FOLDER"),
-    ({"kept": False, "damage": "it has changed"}, "resume RUN"), ({"kept": None}, "resume RUN"),
+    ({"kept_for_extend": False}, "export RUN FOLDER"), ({"kept_for_extend": False, "damage": ""}, "export RUN FOLDER"),
+    ({"kept_for_extend": False, "damage": "it has changed"}, "resume RUN"), ({"kept_for_extend": None}, "resume RUN"),
 ])  # fmt: skip
 def test_a_finished_run_with_a_damaged_checkpoint_is_resumed(newest, expected):
     """`uptrain export` would refuse the newest."""
-    status = {"run": "RUN", "status": "finished", "checkpoints": [{"kept": True, "damage": ""}, newest]}
+    status = {"run": "RUN", "status": "finished", "checkpoints": [{"kept_for_extend": True, "damage": ""}, newest]}
     assert status_command._next(status) == [("next", f"uptrain {expected}")]
 
 
 def test_checkpoint_without_a_readable_state(tmp_path, uptrain):
     run = write_run(tmp_path / "run")
     (write_checkpoint(run, 2) / "state.json").write_text("{")
-    assert read_json(uptrain("status", run, "--json"))["checkpoints"][0]["kept"] is None
+    assert read_json(uptrain("status", run, "--json"))["checkpoints"][0]["kept_for_extend"] is None
     assert "its state cannot be read" in uptrain("status", run).out
 
 
-@pytest.mark.parametrize("function", ["is_kept", "find_damage"])
+@pytest.mark.parametrize("function", ["is_kept_for_extend", "find_damage"])
 def test_checkpoint_may_vanish_meanwhile(tmp_path, uptrain, monkeypatch, function):
     """The resumed run removes old checkpoints."""
     run = write_run(tmp_path / "run")

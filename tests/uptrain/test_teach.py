@@ -137,7 +137,7 @@ def test_machines_share_the_work(uptrain, inputs, teach, tmp_path, monkeypatch):
     assert [(part["shard"], part["windows_in_all"]) for part in done] == [("1/3", n_windows), ("3/3", n_windows)]
     again = " ".join(uptrain(*teach_arguments(inputs, out, "--shard", "1/3")).out.split())
     assert again == (
-        f"Part 1/3 is done: {done[0]['windows']} of the {n_windows} windows. When all 3 parts are done, run the "
+        f"Shard 1/3 is done: {done[0]['windows']} of the {n_windows} windows. When all 3 shards are done, run the "
         "command without --shard to join them."
     )
     assert not out.exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from limits import few_files
 
 from model.common.errors import InputError
-from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache
+from uptrain.data.token_cache import MANIFEST, CacheManifest, TokenCache
 
 DOCUMENTS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
@@ -73,7 +73,7 @@ def test_the_fingerprint_is_of_what_training_sees(tmp_path):
 
 def test_manifest_survives_writing(tmp_path):
     folder = write_cache(tmp_path / "cache", [[[1, 2, 3]], [[4, 5]]], 4)
-    manifest = Manifest.parse(folder)
+    manifest = CacheManifest.parse(folder)
     assert manifest.to_json() == (folder / MANIFEST).read_bytes()
     assert (manifest.n_tokens, manifest.n_documents) == (5, 2)
 
@@ -125,7 +125,7 @@ def test_edited_manifest(folder, change):
 
 def test_windows_of_more_tokens_than_any_command_makes(folder):
     """They would be allocated. Whoever edits the manifest can make its fingerprint right."""
-    manifest = replace(Manifest.parse(folder), seq_len=1 << 59)
+    manifest = replace(CacheManifest.parse(folder), seq_len=1 << 59)
     (folder / MANIFEST).write_bytes(manifest.to_json())
     refused(folder, MANIFEST, "damaged", "seq_len = 576460752303423488; it must be at most 268435456")
 
@@ -151,7 +151,7 @@ def test_documents_that_begin_elsewhere(tmp_path, starts):
     folder = write_cache(tmp_path / "cache", [[[1, 2], [3, 4, 5]]], 2, 300)
     content = np.array(starts, "<i8").tobytes()
     (folder / "documents-00000.bin").write_bytes(content)
-    manifest = Manifest.parse(folder)
+    manifest = CacheManifest.parse(folder)
     sums = {"n_documents": len(starts), "documents_sha256": hashlib.sha256(content).hexdigest()}
     (folder / MANIFEST).write_bytes(replace(manifest, shards=(replace(manifest.shards[0], **sums),)).to_json())
     refused(folder, "documents-00000.bin does not hold the beginnings of documents in order")

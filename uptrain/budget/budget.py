@@ -26,7 +26,7 @@ FEW_STEPS = 50
 MAX_EPOCHS = 100
 """A run reads its data at most so often, unless --steps was given. Up to four times cost little (docs/training.md)."""
 FIRST_RUN_TOKENS, FIRST_RUN_BATCH_TOKENS = 50 * 10**6, 2**17
-"""Length and global batch of a first run (docs/training.md, "How far to train"), about 400 steps."""
+"""Length and global batch of a first run (docs/training.md, "The budget: α"), about 400 steps."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def make_budget(
     alpha = options.alpha
     if alpha is None and original_tokens is not None:
         alpha = steps * batch / original_tokens
-    peak = options.lr or default_peak(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
+    peak = options.lr or default_peak_lr(original.peak_lr if original else math.nan, peak_divisor(method, trainable))
     return Budget(steps, batch, peak, alpha, original_tokens, original.name if original else None, steps * batch)
 
 
@@ -199,17 +199,16 @@ def few_steps_warning(options: BudgetOptions, budget: Budget) -> str | None:
     )
 
 
-def rate_problem(options: BudgetOptions, optimizer: str) -> str | None:
-    """Return why the default learning rate is wrong for an optimizer; None if it is right, or a rate is given."""
-    if optimizer != "adafactor" or options.lr is not None:
-        return None
-    return (
-        "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
-        "default rates are AdamW's."
-    )
+def check_default_lr(options: BudgetOptions, optimizer: str) -> None:
+    """Raise InputError if no learning rate is given and the default one is not meant for the optimizer."""
+    if optimizer == "adafactor" and options.lr is None:
+        raise InputError(
+            "--optimizer adafactor needs --lr: it multiplies the rate by the root mean square of each matrix, and the "
+            "default rates are AdamW's."
+        )
 
 
-def default_peak(original_peak: float, divisor: int) -> float:
+def default_peak_lr(original_peak: float, divisor: int) -> float:
     """Return the default peak learning rate, as a decimal fraction rounded once."""
     return float(Fraction(str(original_peak)) / divisor)
 

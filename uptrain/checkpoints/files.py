@@ -79,7 +79,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return state
 
 
-def is_kept(checkpoint: Path) -> bool | None:
+def is_kept_for_extend(checkpoint: Path) -> bool | None:
     """Return whether a checkpoint is marked to extend the run from; None if its state is unreadable."""
     try:
         return bool(read_state(checkpoint)["keep"])

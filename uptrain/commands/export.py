@@ -18,12 +18,11 @@ from uptrain.training.learning_rate import decay_start
 from uptrain.training.loss_rise import rise_warning
 from uptrain.training.metrics_log import read_metrics
 
-FOLDER = PathType()
 
 
 @click.command("export")
-@click.argument("run", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("run", type=PathType())
+@click.argument("out", type=PathType())
 @click.option(
     "--step", type=WholeNumber(min=0), metavar="N", help="Step of the checkpoint to write.  [default: the newest]"
 )

@@ -11,7 +11,7 @@ from model.common.checks import MAX_SIZE
 from model.common.command_options import Command, CountType, FiniteFloat, PathType, ShareType, WholeNumber, add_options
 from model.common.errors import InputError
 from model.common.launcher_variables import world_size
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, TRAINABLE
 from uptrain.runs.settings import OPTIMIZERS
 from uptrain.training.learning_rate import SCHEDULES
 
@@ -94,11 +94,11 @@ def _parse_machine_shard(text: str) -> "MachineShard":
     return MachineShard(int(match[1]), int(match[2]))
 
 
-def part_is_done(part: str, contents: str) -> str:
-    """Return what to print after one part of a work that `--shard` divides; `part` is I/N."""
+def shard_is_done(shard: str, contents: str) -> str:
+    """Return what to print after one shard of a work that `--shard` divides; `shard` is I/N."""
     return (
-        f"Part {part} is done: {contents}. When all {part.partition('/')[2]} parts are done, run the command without "
-        "--shard to join them."
+        f"Shard {shard} is done: {contents}. When all {shard.partition('/')[2]} shards are done, run the command "
+        "without --shard to join them."
     )
 
 
@@ -121,7 +121,7 @@ optimizer_option = click.option(
     help="adafactor is the GQA paper's. adamw8bit has smaller states, and needs torchao.",
 )
 lora_rank_option = click.option(
-    "--lora-rank", type=WholeNumber(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_RANK}]"
+    "--lora-rank", type=WholeNumber(min=1), metavar="R", help=f"Rank of the adapters.  [default: {DEFAULT_LORA_RANK}]"
 )
 
 
@@ -150,7 +150,7 @@ def schedule_options(command: Command) -> Command:
                      help="Peak learning rate.  [default: a share of the original's, see docs/training.md]"),
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
                      help="wsd: constant, then falls to 0 over the last fifth. cosine: falls to a tenth. "
-                     "inverse-sqrt: the GQA paper's."),
+                     "constant: does not fall. inverse-sqrt: the GQA paper's."),
         click.option("--warmup-steps", type=WholeNumber(min=0), metavar="N",
                      help="Steps of linear warm-up.  [default: 5 % of the steps; at least 100, or a quarter if that "
                      "is fewer]"),

@@ -36,7 +36,7 @@ from uptrain.commands.options import (
     trainable_option,
 )
 from uptrain.estimates import REPLICATED, SHARDED
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE
+from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, TRAINABLE
 from uptrain.training.learning_rate import Schedule, learning_rate
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -101,9 +101,9 @@ def command(model: Path, details: bool, as_json: bool, **options: Any) -> None:
     options["data"] = _cache_in(data)
     texts = () if options["data"] else data
     plan = plan_run(PlanOptions(model=model, budget=pop_fields(BudgetOptions, options), **options))
-    rank = options["lora_rank"] or DEFAULT_RANK
+    lora_rank = options["lora_rank"] or DEFAULT_LORA_RANK
     plan["warnings"] += _check_inputs(
-        model, options["teacher"], options["data"], plan["seq_len"], plan["trainable"], rank
+        model, options["teacher"], options["data"], plan["seq_len"], plan["trainable"], lora_rank
     )
     if as_json:
         print_json(plan)
@@ -145,7 +145,7 @@ def _cache_in(data: tuple[str, ...]) -> Path | None:
 
 
 def _check_inputs(
-    model: Path, teacher: Path | None, data: Path | None, seq_len: int, part: str, rank: int
+    model: Path, teacher: Path | None, data: Path | None, seq_len: int, trainable: str, lora_rank: int
 ) -> list[str]:
     """Raise InputError for models and data that `uptrain run` refuses; return a warning if that cannot be checked.
 
@@ -153,26 +153,26 @@ def _check_inputs(
     """
     from model.decoder.config import is_native
     from model.language_model import read_language_config
-    from uptrain.data.token_cache import Manifest
+    from uptrain.data.token_cache import CacheManifest
 
     reads_headers = all(is_native(read_language_config(folder)) for folder in (model, teacher) if folder)
-    sha256 = "" if data is None else Manifest.parse(data).tokenizer_sha256
+    sha256 = "" if data is None else CacheManifest.parse(data).tokenizer_sha256
     if reads_headers and not sha256 and teacher is None:
         return []
     if find_spec("torch") is None:
         return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
     from uptrain.data.checks import check_tokenizer
-    from uptrain.models.checks import check_models, check_teachers_tokenizer
+    from uptrain.models.checks import check_models, tokenizer_warning
     from uptrain.runs.checks import check_is_not_student
 
     if data is not None:
         check_tokenizer(sha256, data, model)
     if not reads_headers:
-        check_models(model, teacher, [seq_len], part, rank)
+        check_models(model, teacher, [seq_len], trainable, lora_rank)
     if teacher is None:
         return []
     check_is_not_student(model, teacher)
-    warning = check_teachers_tokenizer(model, teacher)
+    warning = tokenizer_warning(model, teacher)
     return [] if warning is None else [warning]
 
 
@@ -290,11 +290,11 @@ def _original_text(original: dict[str, Any]) -> str:
 
 
 def _learning(plan: dict[str, Any], details: bool) -> list[tuple[str, str]]:
-    peaks = plan["default_peaks"] or {}
-    values = plan["schedule"] | {"peak": peaks.get(_planned_part(plan), plan["schedule"]["peak"])}
+    peaks = plan["default_peak_lrs"] or {}
+    values = plan["schedule"] | {"peak_lr": peaks.get(_planned_part(plan), plan["schedule"]["peak_lr"])}
     decay = f", decay from step {values['decay_start']:,}" if values["decay_start"] is not None else ""
     warmup = f"{counted(values['warmup_steps'], 'step')} of warm-up{decay}"
-    rows = [("learning rate", f"{values['kind']}, peak {values['peak']:.3g}, {warmup}")]
+    rows = [("learning rate", f"{values['kind']}, peak {values['peak_lr']:.3g}, {warmup}")]
     if details and len(set(peaks.values())) > 1:
         listed = ", ".join(f"{part} {peak:.3g}" for part, peak in peaks.items())
         rows.append(("default peaks", f"for --trainable: {listed}"))
@@ -315,7 +315,7 @@ def _rates(schedule: Schedule, steps: list[int]) -> Iterator[str]:
 def _curve(schedule: Schedule) -> str:
     last = schedule.total_steps - 1
     steps = [round(last * i / (CURVE_WIDTH - 1)) for i in range(CURVE_WIDTH)]
-    shares = [learning_rate(schedule, step) / schedule.peak for step in steps]
+    shares = [learning_rate(schedule, step) / schedule.peak_lr for step in steps]
     return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)
 
 

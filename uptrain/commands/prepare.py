@@ -11,7 +11,7 @@ from model.common.checks import MAX_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted, parse_count
 from model.common.errors import InputError
-from uptrain.commands.options import ModelFolder, check_one_process, part_is_done, shard_option
+from uptrain.commands.options import ModelFolder, check_one_process, shard_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _prepare_options(*, tokens: str, on_bad_record: str, workers: int | None, **
 def _show(result: dict[str, Any]) -> None:
     if "shard" in result:
         contents = f"{counted(result['documents'], 'document')}, {counted(result['tokens'], 'token')}"
-        console.echo(part_is_done(result["shard"], contents))
+        console.echo(shard_is_done(result["shard"], contents))
         return
     if result["was_complete"]:
         console.echo(f"{result['out']} was complete already, with the same data and options.\n")

@@ -7,14 +7,13 @@ import click
 from model.common.command_options import PathType
 from model.common.console import echo
 
-PATH = PathType()
 
 
 @click.command("report")
-@click.argument("runs", type=PATH, nargs=-1, required=True, metavar="RUN…")
+@click.argument("runs", type=PathType(), nargs=-1, required=True, metavar="RUN…")
 @click.option(
     "--out",
-    type=PATH,
+    type=PathType(),
     metavar="FILE.html",
     help="File of the page. The picture is written beside it.  [default: RUN/report.html]",
 )

@@ -34,7 +34,6 @@ from uptrain.distributed.signals import stop_request
 from uptrain.runs.settings import PRECISIONS, TRACKERS, RunOptions
 from uptrain.training.losses import LOSSES
 
-PATH = PathType()
 HEADINGS = {
     "What to train, on what": ("init", "data", "seq-len", "out", "config"),
     "How long (give one of --alpha, --tokens and --steps)": (
@@ -111,7 +110,7 @@ def _check_no_nul(text: str) -> str:
 @click.argument("model", type=ModelFolder(), required=False)
 @click.option(
     "--config",
-    type=PATH,
+    type=PathType(),
     is_eager=True,
     expose_value=False,
     callback=_read_config,
@@ -133,13 +132,13 @@ def _check_no_nul(text: str) -> str:
     "RUN.data. Repeat the option for several sources of texts.",
 )
 @seq_len_option
-@click.option("--out", type=PATH, required=True, metavar="RUN", help="The run's folder, which must not exist.")
+@click.option("--out", type=PathType(), required=True, metavar="RUN", help="The run's folder, which must not exist.")
 @budget_options
 @schedule_options
 @click.option("--teacher", type=ModelFolder(), metavar="FOLDER", help="The parent, to distil from and to compare with.")
 @click.option(
     "--teacher-logits",
-    type=PATH,
+    type=PathType(),
     metavar="LOGITS",
     help="Instead of --teacher: the logits that `uptrain teach` wrote for --data.",
 )

@@ -43,7 +43,7 @@ def command(run: Path, verify: bool, as_json: bool) -> None:
 def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("status", _status(status)),
-        ("step", f"{status['step']:,} of {status['steps']:,} ({status['share']:.1%})"),
+        ("step", f"{status['step']:,} of {status['total_steps']:,} ({status['share']:.1%})"),
         ("tokens", _tokens(status)),
     ]
     if status["alpha"]:
@@ -63,7 +63,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _tokens(status: dict[str, Any]) -> str:
     tokens, planned = status["tokens"], status["total_tokens"]
-    if status["step"] == status["steps"] and tokens < planned:
+    if status["step"] == status["total_steps"] and tokens < planned:
         return f"{tokens:,}; {planned - tokens:,} fewer than planned, because the last window of the data is short"
     return f"{tokens:,} of {planned:,}"
 
@@ -75,7 +75,7 @@ def _next(status: dict[str, Any]) -> list[tuple[str, str]]:
     """
     run = shlex.quote(status["run"])
     newest = status["checkpoints"][-1] if status["checkpoints"] else None
-    if status["status"] == "finished" and newest and newest["kept"] is not None and not newest.get("damage"):
+    if status["status"] == "finished" and newest and newest["kept_for_extend"] is not None and not newest.get("damage"):
         return [("next", f"uptrain export {run} FOLDER")]
     return [("next", f"uptrain resume {run}")] if status["status"] in _RESUMABLE else []
 
@@ -102,7 +102,7 @@ def _last_step(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("gradient norm", "not finite" if status["grad_norm"] is None else f"{status['grad_norm']:.4g}"),
         ("speed", f"{status['tokens_per_s']:,.0f} tokens/s"),
     ]
-    if status["step"] < status["steps"] and math.isfinite(status["seconds_left"]):
+    if status["step"] < status["total_steps"] and math.isfinite(status["seconds_left"]):
         rows.append(
             ("time left", f"{console.format_duration(status['seconds_left'])}, evaluations and saving not counted")
         )
@@ -131,9 +131,9 @@ def _evaluation(evaluation: dict[str, Any] | None, first: dict[str, Any] | None)
 
 def _checkpoint(entry: dict[str, Any]) -> str:
     text = f"step {entry['step']:,}, {console.format_bytes(entry['bytes'])}"
-    if entry["kept"] is None:
+    if entry["kept_for_extend"] is None:
         text += ", its state cannot be read"
-    elif entry["kept"]:
+    elif entry["kept_for_extend"]:
         text += ", kept for `extend`"
     if "damage" in entry:
         text += ", DAMAGED" if entry["damage"] else ", whole"

@@ -10,19 +10,18 @@ from model.common import console
 from model.common.checks import MAX_SIZE
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.common.counts import counted
-from uptrain.commands.options import ModelFolder, check_one_process, part_is_done, shard_option
+from uptrain.commands.options import ModelFolder, check_one_process, shard_is_done, shard_option
 from uptrain.distributed.signals import CONTINUES, interruptible
 
 if TYPE_CHECKING:
     from uptrain.machine_shards import MachineShard
 
-PATH = PathType()
 
 
 @click.command("teach")
 @click.argument("model", type=ModelFolder())
-@click.option("--data", type=PATH, required=True, metavar="CACHE", help="The token cache that runs will train on.")
-@click.option("--out", type=PATH, required=True, metavar="LOGITS", help="The folder of logits to write.")
+@click.option("--data", type=PathType(), required=True, metavar="CACHE", help="The token cache that runs will train on.")
+@click.option("--out", type=PathType(), required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
     type=WholeNumber(1, MAX_SIZE),
@@ -53,7 +52,7 @@ def command(
         console.print_json(result)
     elif "shard" in result:
         contents = f"{result['windows']:,} of the {counted(result['windows_in_all'], 'window')}"
-        console.echo(part_is_done(result["shard"], contents))
+        console.echo(shard_is_done(result["shard"], contents))
     else:
         if result["was_complete"]:
             console.echo(f"{out} was complete already, of the same model, cache and --top-k.\n")

@@ -116,25 +116,25 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """Yield the windows in batches of at most `size`, with a teacher's logits if they are given."""
     for start in range(0, len(windows), size):
-        part = windows[start : start + size]
-        batch = Batch.read(cache, part, device)
-        yield replace(batch, top=TopK.read(logits, part, device)) if logits else batch
+        chosen = windows[start : start + size]
+        batch = Batch.read(cache, chosen, device)
+        yield replace(batch, top=TopK.read(logits, chosen, device)) if logits else batch
 
 
 def batches_of_steps(
     steps: Iterable[int],
     global_batch: int,
     seed: int,
-    part: slice,
+    own_windows: slice,
     cache: TokenCache,
     size: int,
     device: torch.device | str,
     logits: TeacherLogits | None,
 ) -> Iterator[Batch]:
-    """Yield the micro-batches of steps, each of a `part` of the step's windows."""
+    """Yield the micro-batches of steps, of this process's slice of each step's windows."""
     for step in steps:
         windows = windows_of_step(step, cache.n_windows, global_batch, seed)
-        yield from micro_batches(cache, windows[part], size, device, logits)
+        yield from micro_batches(cache, windows[own_windows], size, device, logits)
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T]:

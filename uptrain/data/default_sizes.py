@@ -9,7 +9,7 @@ from model.common import checks
 from model.common.errors import InputError
 from model.families import FAMILIES
 from model.language_model import read_language_config
-from uptrain.data.token_cache import Manifest
+from uptrain.data.token_cache import CacheManifest
 
 MICRO_BATCH_TOKENS = 8192
 """Default size of a micro-batch, in tokens."""
@@ -24,7 +24,7 @@ def choose_seq_len(requested: int | None, cache: Path | None, model: Path) -> in
     """
     if cache is None:
         return requested or default_seq_len(read_language_config(model))
-    of_cache = Manifest.parse(cache).seq_len
+    of_cache = CacheManifest.parse(cache).seq_len
     if requested not in (None, of_cache):
         raise InputError(f"{cache} has windows of {of_cache} tokens, not {requested}; leave --seq-len out.")
     return of_cache

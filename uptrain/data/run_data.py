@@ -12,7 +12,7 @@ from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
 from uptrain.data.prepare.prepare import PrepareOptions, prepare
 from uptrain.data.prepare.sources import find_sources
-from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, Manifest, is_prepared
+from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, CacheManifest, is_prepared
 from uptrain.distributed.collectives import on_main_without_group
 from uptrain.distributed.signals import CONTINUES, STARTS_AGAIN, interruptible
 
@@ -82,7 +82,7 @@ def overlap_warning(data: Sequence[str], eval_data: Sequence[str]) -> str | None
     return f"{shared[0]}{more} in both --data and --eval-data, so held-out losses will not be those of new text."
 
 
-def shared_source_warning(training: Manifest, held_out: Manifest) -> str | None:
+def shared_source_warning(training: CacheManifest, held_out: CacheManifest) -> str | None:
     """Return a warning if two caches were made of the same files, by the manifests' hashes."""
     trained = {file for source in training.sources if source["tokens"] for file in _file_hashes(source)}
     for source in held_out.sources:
@@ -115,7 +115,7 @@ def _files_here(data: Sequence[str], option: str) -> list[str]:
 def is_prepared_data(data: Sequence[str]) -> bool:
     """Return whether the sources are a single folder that `uptrain prepare` or `uptrain teach` wrote.
 
-    Where a token cache is due, `Manifest.parse` refuses logits.
+    Where a token cache is due, `CacheManifest.parse` refuses logits.
     """
     return len(data) == 1 and data[0] != "" and is_prepared(Path(data[0]))
 

@@ -61,7 +61,7 @@ class CacheShard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CacheManifest:
     """Content of a cache. The fields are the keys of manifest.json."""
 
     seq_len: int
@@ -149,7 +149,7 @@ class TokenCache:
     """A token cache whose manifest and sizes have been checked, opened for reading."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CacheManifest
     _tokens: list[Tokens] = field(repr=False)
     _starts: Integers = field(repr=False)
     """Offset of each document in the cache, in tokens, ascending."""
@@ -159,7 +159,7 @@ class TokenCache:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Map a cache into memory. Raises InputError if a file is missing or its size differs from the manifest."""
-        manifest = Manifest.parse(folder)
+        manifest = CacheManifest.parse(folder)
         tokens, starts, borders = [], [], [0]
         allow_open_files(len(manifest.shards))  # those of documents are read at once
         for shard in manifest.shards:

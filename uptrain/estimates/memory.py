@@ -29,7 +29,7 @@ from uptrain.estimates.parameter_counts import (
     count_parameters,
     without_buffers,
 )
-from uptrain.models.trainable_choices import DEFAULT_RANK, check_rank
+from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, check_lora_rank
 from uptrain.models.trainable_parts import common_dtype, knows_attention, part_pattern
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class MemoryEstimator:
     seq_len: int
     precision: str = "bf16"
     optimizer: str = "adamw"
-    lora_rank: int = DEFAULT_RANK
+    lora_rank: int = DEFAULT_LORA_RANK
     always_float32_names: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
     measure_kept: "Callable[[str], KeptBytes | InputError] | None" = None
@@ -143,7 +143,7 @@ class MemoryEstimator:
         seq_len: int,
         precision: str = "bf16",
         optimizer: str = "adamw",
-        lora_rank: int = DEFAULT_RANK,
+        lora_rank: int = DEFAULT_LORA_RANK,
     ) -> "MemoryEstimator":
         """Read the headers of two folders. Raises InputError if the config does not say the sizes of the model."""
         with open_language_model(model) as checkpoint:
@@ -179,10 +179,10 @@ class MemoryEstimator:
             measure_kept=kept,
         )
 
-    def trained(self, part: str) -> list[TensorInfo]:
+    def trained(self, trainable: str) -> list[TensorInfo]:
         """Return the parameters that are trained. Raises InputError if the model does not have the part."""
-        pattern = part_pattern(part, self.config)
-        if part == "lora":
+        pattern = part_pattern(trainable, self.config)
+        if trainable == "lora":
             return list(self._adapters())
         return [tensor for tensor in self.tensors if pattern.search(tensor.name)]
 
@@ -240,16 +240,16 @@ class MemoryEstimator:
         weights = (x for x in self.tensors if layer_number(x.name) is not None and x.name.endswith(".weight"))
         return [x for x in weights if len(x.shape) == 2 and x.name not in self.always_float32_names]
 
-    def check_lora_rank(self, part: str) -> None:
+    def check_lora_rank(self, trainable: str) -> None:
         """Raise InputError if adapters are trained, and their rank is higher than that of any matrix."""
-        if part == "lora" and (adapted := self.adapted()):
-            check_rank(self.lora_rank, max(min(matrix.shape) for matrix in adapted))
+        if trainable == "lora" and (adapted := self.adapted()):
+            check_lora_rank(self.lora_rank, max(min(matrix.shape) for matrix in adapted))
 
-    def activation_warning(self, part: str) -> str | None:
+    def activation_warning(self, trainable: str) -> str | None:
         """Return a warning if the activations of transformers' class are estimated by the formula of another."""
-        if is_native(self.config) or self._measured(part):
+        if is_native(self.config) or self._measured(trainable):
             return None
-        failure = self.measure_kept and self.measure_kept(part)
+        failure = self.measure_kept and self.measure_kept(trainable)
         if isinstance(failure, InputError) and failure.__cause__ is None:  # our refusal, which `run` gives too
             return None
         why = "" if failure is None else f" ({str(failure).rstrip('.')})"
@@ -258,9 +258,9 @@ class MemoryEstimator:
             f"transformers' class are not known{why}: training may take far more memory than estimated."
         )
 
-    def _measured(self, part: str) -> "KeptBytes | None":
+    def _measured(self, trainable: str) -> "KeptBytes | None":
         """Return what transformers' class keeps when a part is trained; None if it was not measured."""
-        kept = self.measure_kept and self.measure_kept(part)
+        kept = self.measure_kept and self.measure_kept(trainable)
         return None if isinstance(kept, InputError) else kept
 
     def _activation_bytes(self, chosen: MemoryOptions) -> int:
@@ -272,11 +272,11 @@ class MemoryEstimator:
         layers = n_layers * hidden_bytes_per_window + layer if chosen.activation_checkpointing else n_layers * layer
         return int(chosen.micro_batch * (layers + outside))
 
-    def _layer_bytes(self, part: str) -> int:
+    def _layer_bytes(self, trainable: str) -> int:
         """Return the bytes per token that a layer of the own decoder keeps."""
         compute_bytes = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, part, compute_bytes)
-        if part == "lora":
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, trainable, compute_bytes)
+        if trainable == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * compute_bytes * self.lora_rank
         return layer
@@ -340,11 +340,11 @@ def _make_measure_kept(
         return None
 
     @cache
-    def measure_kept(part: str) -> "KeptBytes | InputError":
+    def measure_kept(trainable: str) -> "KeptBytes | InputError":
         from uptrain.models.kept_activations import kept_bytes
 
         try:
-            return kept_bytes(model, part, seq_len, precision, lora_rank)
+            return kept_bytes(model, trainable, seq_len, precision, lora_rank)
         except InputError as error:
             return error
 
@@ -371,7 +371,7 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     return ADAMW_BYTES * n
 
 
-def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str, compute_bytes: int) -> int:
+def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, trainable: str, compute_bytes: int) -> int:
     """Return the bytes per token that a layer keeps for the backward pass, for attention without a score matrix.
 
     A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
@@ -382,10 +382,10 @@ def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, part: str,
     kv = sizes.n_kv_heads * sizes.head_dim
     layer = 2 * 4 * hidden + compute_bytes * (2 * query + 2 * kv + 3 * intermediate_size)
     layer += compute_bytes * hidden  # the input of keys and values
-    if part in ("all", "attention"):
+    if trainable in ("all", "attention"):
         layer += 4 * hidden
-    if part == "lora":
+    if trainable == "lora":
         layer += compute_bytes * hidden + compute_bytes * intermediate_size
-    if part == "all":
+    if trainable == "all":
         layer += 4 * hidden + compute_bytes * hidden + compute_bytes * intermediate_size
     return layer

@@ -36,10 +36,10 @@ def first_that_fits(
     The order: by part, without activation checkpointing, then with it, each with the largest micro-batch
     that fits. Parts that the model does not have are left out.
     """
-    known = [part for part in parts if part in parts_of(estimator.config)]
+    known = [trainable for trainable in parts if trainable in parts_of(estimator.config)]
     sizes = [min(micro_batch, n_windows)] if micro_batch else [*micro_batch_sizes(estimator.seq_len, n_windows)]
-    for part, recompute, size in product(known, activation_checkpointing, sizes):
-        chosen = MemoryOptions(part, size, recompute)
+    for trainable, recompute, size in product(known, activation_checkpointing, sizes):
+        chosen = MemoryOptions(trainable, size, recompute)
         if estimator.memory(chosen).per_device(devices) <= nbytes:
             return chosen
     return None

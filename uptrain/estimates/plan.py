@@ -11,12 +11,12 @@ from model.language_model import open_language_model, read_language_config
 from uptrain.budget.budget import (
     Budget,
     BudgetOptions,
+    check_default_lr,
     check_repetition,
-    default_peak,
+    default_peak_lr,
     default_trainable,
     few_steps_warning,
     make_budget,
-    rate_problem,
     repetition_warning,
 )
 from uptrain.budget.conversion_record import (
@@ -30,13 +30,13 @@ from uptrain.budget.identify import find_original, shape_warning
 from uptrain.budget.methods import find_facts, peak_divisor
 from uptrain.checkpoints.files import DEFAULT_KEEP_LAST, checkpoints_on_disk
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
-from uptrain.data.token_cache import Manifest
+from uptrain.data.token_cache import CacheManifest
 from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_parameters
 from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token_of
-from uptrain.models.trainable_choices import DEFAULT_RANK, TRAINABLE, adapter_rank
+from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, TRAINABLE, resolve_lora_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
 from uptrain.training.learning_rate import Schedule, decay_start, learning_rate
@@ -92,10 +92,10 @@ class _Run:
 def plan_run(options: PlanOptions) -> dict[str, Any]:
     """Return the plan of a run, ready for JSON. Defaults follow from the model, the cache and the original.
 
-    Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, uneven steps,
-    data that are read too often.
+    Raises InputError for what `uptrain run` refuses: other vocabularies, a part that the model lacks, an optimizer
+    without its learning rate, uneven steps, data that are read too often.
     """
-    manifest = Manifest.parse(options.data) if options.data is not None else None
+    manifest = CacheManifest.parse(options.data) if options.data is not None else None
     _check_lm_heads_and_vocabularies(options.model, options.teacher)
     run = _resolve(options)
     budget, estimator = run.budget, run.estimator
@@ -120,7 +120,7 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
         "data": data_use,
         "schedule": {**asdict(run.schedule), "decay_start": decay_start(run.schedule)},
         "learning_rates": learning_rates(run.schedule),
-        "default_peaks": _default_peaks(budget, run.method) if options.budget.lr is None else None,
+        "default_peak_lrs": _default_peak_lrs(budget, run.method) if options.budget.lr is None else None,
         "memory": _memory(run),
         "time": _time(run),
         "processes": options.processes,
@@ -132,19 +132,21 @@ def plan_run(options: PlanOptions) -> dict[str, Any]:
 def _resolve(options: PlanOptions) -> _Run:
     """Resolve the defaults, and read the headers of the models' files.
 
-    Raises InputError for a part or adapters that the model cannot have, an unknown original, and uneven steps.
+    Raises InputError for a part or adapters that the model cannot have, an unknown original, an optimizer without its
+    learning rate, and uneven steps.
     """
+    check_default_lr(options.budget, options.optimizer)
     seq_len = choose_seq_len(options.seq_len, options.data, options.model)
     with open_language_model(options.model) as checkpoint:
         method = conversion_method(options.model)
         trainable = options.trainable or default_trainable(options.model, checkpoint.config)
         part_pattern(trainable, checkpoint.config)
-        rank = adapter_rank(options.lora_rank, trainable) or DEFAULT_RANK
+        lora_rank = resolve_lora_rank(options.lora_rank, trainable) or DEFAULT_LORA_RANK
         names = source_names(options.model)
         budget = make_budget(options.budget, checkpoint.config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps)
     estimator = MemoryEstimator.read(
-        options.model, options.teacher, seq_len, optimizer=options.optimizer, lora_rank=rank
+        options.model, options.teacher, seq_len, optimizer=options.optimizer, lora_rank=lora_rank
     )
     estimator.check_lora_rank(trainable)
     n_windows, processes = budget.global_batch_tokens // seq_len, options.processes
@@ -161,7 +163,6 @@ def _warnings(run: _Run, data_use: dict[str, Any] | None) -> list[str]:
     options, config = run.options, run.estimator.config
     warnings = [
         repetition_warning(data_use["epochs"]) if data_use else None,
-        rate_problem(options.budget, options.optimizer),
         shape_warning(read_language_config(options.model), options.budget.original),
         few_steps_warning(options.budget, run.budget),
         context_warning(config, run.estimator.seq_len),
@@ -193,12 +194,13 @@ def learning_rates(schedule: Schedule) -> list[dict[str, Any]]:
     return [{"step": step, "lr": learning_rate(schedule, step)} for step in sorted(steps)]
 
 
-def _default_peaks(budget: Budget, method: str | None) -> dict[str, float] | None:
+def _default_peak_lrs(budget: Budget, method: str | None) -> dict[str, float] | None:
     """Return the default peak of each choice of `--trainable`; None if the original is unknown."""
     if budget.original is None:
         return None
     return {
-        part: default_peak(find_original(budget.original).peak_lr, peak_divisor(method, part)) for part in TRAINABLE
+        trainable: default_peak_lr(find_original(budget.original).peak_lr, peak_divisor(method, trainable))
+        for trainable in TRAINABLE
     }
 
 
@@ -206,7 +208,7 @@ def _memory(run: _Run) -> dict[str, Any]:
     """Return the memory of each choice of `--trainable`, and with `memory` the commands that fit."""
     options, seq_len = run.options, run.estimator.seq_len
     return {
-        **{part: _memory_of(run, part) for part in TRAINABLE},
+        **{trainable: _memory_of(run, trainable) for trainable in TRAINABLE},
         "micro_batch_tokens": run.micro_batch * seq_len,
         "minimum_micro_batch_tokens": seq_len,
         "optimizer": options.optimizer,
@@ -215,19 +217,19 @@ def _memory(run: _Run) -> dict[str, Any]:
     }
 
 
-def _memory_of(run: _Run, part: str) -> dict[str, Any] | None:
+def _memory_of(run: _Run, trainable: str) -> dict[str, Any] | None:
     """Return the bytes of each kind, and of a device: for replicas (DDP), and for shards (FSDP2) over some numbers.
 
     `minimum`: the same with micro-batches of one window, whose activations are computed again. None if the model does
     not have the part.
     """
     estimator, numbers = run.estimator, run.device_counts
-    if part not in parts_of(estimator.config):
+    if trainable not in parts_of(estimator.config):
         return None
     # At the default interval, as many checkpoints are kept as if each step were saved.
     on_disk = checkpoints_on_disk(DEFAULT_KEEP_LAST, 1, run.budget.steps, run.schedule.kind)
-    needed = estimator.memory(MemoryOptions(part, run.micro_batch))
-    minimum = estimator.memory(MemoryOptions(part, 1, activation_checkpointing=True))
+    needed = estimator.memory(MemoryOptions(trainable, run.micro_batch))
+    minimum = estimator.memory(MemoryOptions(trainable, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}
     others = {
         "host_bytes": estimator.host_bytes(needed),
@@ -270,14 +272,14 @@ def _fitting(run: _Run, memory: int) -> dict[str, dict[str, Any] | None]:
 
 def _time(run: _Run) -> dict[str, Any]:
     """Return the time of training each choice of `--trainable`."""
-    return {**{part: _time_of(run, part) for part in TRAINABLE}, "mfu": MFU, "formula": TIME_FORMULA}
+    return {**{trainable: _time_of(run, trainable) for trainable in TRAINABLE}, "mfu": MFU, "formula": TIME_FORMULA}
 
 
-def _time_of(run: _Run, part: str) -> dict[str, Any] | None:
+def _time_of(run: _Run, trainable: str) -> dict[str, Any] | None:
     """Return the time of training a part; None if the model does not have it."""
-    if part not in parts_of(run.estimator.config):
+    if trainable not in parts_of(run.estimator.config):
         return None
-    return estimate_time(flops_per_token_of(run.estimator, part) * run.budget.tokens, run.options.processes)
+    return estimate_time(flops_per_token_of(run.estimator, trainable) * run.budget.tokens, run.options.processes)
 
 
 def program_on(devices: int) -> str:
@@ -295,7 +297,7 @@ def run_command(
     words += ["--optimizer", estimator.optimizer] if estimator.optimizer != "adamw" else []
     words += (
         [f"--lora-rank {estimator.lora_rank}"]
-        if chosen.trainable == "lora" and estimator.lora_rank != DEFAULT_RANK
+        if chosen.trainable == "lora" and estimator.lora_rank != DEFAULT_LORA_RANK
         else []
     )
     sizes = f"--precision {estimator.precision} --micro-batch {chosen.micro_batch} --seq-len {estimator.seq_len}"
@@ -307,7 +309,7 @@ def _original(name: str) -> dict[str, Any]:
     return {key: getattr(find_original(name), key) for key in keys}
 
 
-def _data_use(run: _Run, manifest: Manifest | None) -> dict[str, Any] | None:
+def _data_use(run: _Run, manifest: CacheManifest | None) -> dict[str, Any] | None:
     """Return how much of the token cache the run reads; None without one."""
     if manifest is None:
         return None

@@ -27,9 +27,9 @@ def flops_per_token(n_params: int, n_trained: int, n_teacher: int) -> int:
     return 4 * n_params + 2 * n_trained + 2 * n_teacher
 
 
-def flops_per_token_of(estimator: MemoryEstimator, part: str) -> int:
+def flops_per_token_of(estimator: MemoryEstimator, trainable: str) -> int:
     """Return the floating-point operations of training a part on one token. The model must have the part."""
-    read = (estimator.tensors, estimator.trained(part), estimator.teacher_tensors)
+    read = (estimator.tensors, estimator.trained(trainable), estimator.teacher_tensors)
     return flops_per_token(*(count_multiplied(tensors, estimator.config) for tensors in read))
 
 

@@ -248,8 +248,9 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
                         )
                     file.write_rows(tensor.name, start, converted)
                     advance(rows.nbytes)
-        finally:
             file.finish()
+        finally:
+            file.close()
     index = index_bytes(shards, tensors)
     if index is not None:
         write_file(folder / INDEX, index)

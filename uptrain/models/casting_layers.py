@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from model.decoder.linear import matmul_dtype
 from model.decoder.llama import RMSNorm
 from model.decoder.loading import LanguageModel
+from model.decoder.transformers_model import TransformersModel
 
 
 class FrozenLinear(nn.Linear):
@@ -107,7 +108,13 @@ def use_float32_states(teacher: LanguageModel) -> None:
 
 
 def set_state_dtype(student: LanguageModel, dtype: torch.dtype) -> None:
-    """Let frozen embeddings return states in `dtype`."""
+    """Prepare a model for layers that FSDP2 gives states in `dtype`.
+
+    Frozen embeddings of the native model return it; transformers' classes make masks in it.
+    """
+    if isinstance(student, TransformersModel):
+        student.state_dtype = dtype
+        return
     for module in student.modules():
         if isinstance(module, FrozenEmbedding):
             module.state_dtype = dtype

@@ -28,7 +28,9 @@ MAX_RENAMED = 0.1
 """Largest share of ids with another token in the teacher's tokenizer: a model may rename reserved tokens."""
 
 
-def check_models(model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str, rank: int) -> None:
+def check_models(
+    model: Path | None, teacher: Path | None, seq_lens: Iterable[int], trainable: str, lora_rank: int
+) -> None:
     """Raise InputError for a student or teacher that cannot be used with any data in windows of these lengths.
 
     `model` is None for a student with random weights.
@@ -44,7 +46,7 @@ def check_models(model: Path | None, teacher: Path | None, seq_lens: Iterable[in
                 check_packing(each, seq_len)
         check_embedding_rows(folder, each.lm_head_weight.shape[0])
     if model and trainable != "all":
-        make_trainable(models[0], trainable, rank, model)
+        make_trainable(models[0], trainable, lora_rank, model)
     if len(models) == 2:
         check_same_vocab_size(models[0].lm_head_weight.shape[0], models[1].lm_head_weight.shape[0], str(teacher))
 
@@ -63,11 +65,11 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
         model.check_packing(seq_len)
 
 
-def check_teachers_tokenizer(folder: Path, teacher: Path) -> str | None:
-    """Raise InputError if a token has another id in the teacher's tokenizer, or many ids other tokens.
+def tokenizer_warning(folder: Path, teacher: Path) -> str | None:
+    """Compare the student's tokenizer with the teacher's; they may split texts differently.
 
-    They may split texts differently. Returns a warning if a tokenizer cannot be opened: then nothing is compared, since
-    the data may be tokenised already.
+    Returns a warning if one cannot be opened: then nothing is compared, since the data may be tokenised already. Raises
+    InputError if a token has another id in the teacher's, or many ids other tokens.
     """
     if _have_equal_vocabularies(folder, teacher):
         return None
@@ -103,15 +105,15 @@ def _have_equal_vocabularies(one: Path, other: Path) -> bool:
     return bool(names) and equal == names
 
 
-def check_exportable(folder: Path, part: str) -> None:
+def check_exportable(folder: Path, trainable: str) -> None:
     """Raise InputError if parameters of a part have other names in memory than in the files: it could not be exported.
 
     transformers 5 joins experts and renames the LM head of GPT-NeoX, unless it is tied. With adapters, all names count.
     """
-    pattern = part_pattern(part, read_language_config(folder))
+    pattern = part_pattern(trainable, read_language_config(folder))
     shapes, prefix = tensor_shapes(folder)
     with open_language_model(folder) as checkpoint:
-        trained = (name for name in shapes if part == "lora" or pattern.search(name))
+        trained = (name for name in shapes if trainable == "lora" or pattern.search(name))
         _check_names(folder, trained, prefix, checkpoint.tensors)
 
 

@@ -16,13 +16,13 @@ from uptrain.models.casting_layers import make_cast_at_use
 from uptrain.models.trainable_parts import part_pattern
 
 
-def freeze_all_but(student: LanguageModel, part: str, folder: Path) -> None:
+def freeze_all_but(student: LanguageModel, trainable: str, folder: Path) -> None:
     """Freeze all parameters but those of `attention` or `kv`. Raises InputError if the folder's model has none."""
-    pattern = part_pattern(part, read_language_config(folder))
+    pattern = part_pattern(trainable, read_language_config(folder))
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(bool(pattern.search(name)))
     if not any(parameter.requires_grad for parameter in student.parameters()):
-        raise InputError(f"--trainable {part}: {folder} has no such tensors; use --trainable all.")
+        raise InputError(f"--trainable {trainable}: {folder} has no such tensors; use --trainable all.")
 
 
 def set_dtypes(student: LanguageModel, frozen_dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ class KeptBytes:
     """Outside layers: the mask, norms, capped logits; and what the first layer keeps more than the mean."""
 
 
-def kept_bytes(folder: Path, part: str, seq_len: int, precision: str, lora_rank: int) -> KeptBytes:
+def kept_bytes(folder: Path, trainable: str, seq_len: int, precision: str, lora_rank: int) -> KeptBytes:
     """Return what a folder's model keeps when a part of it is trained, by the headers of its files.
 
     Raises CheckpointError if its class in transformers does not run on fake tensors.
@@ -42,7 +42,7 @@ def kept_bytes(folder: Path, part: str, seq_len: int, precision: str, lora_rank:
         refusing(f"the activations of {folder} cannot be measured in transformers' class"),
         _quiet_without_grouped_mm(),
     ):
-        models = [meta_student(folder, part, lora_rank, n) for n in (_MAX_LAYERS, 1)]
+        models = [meta_student(folder, trainable, lora_rank, n) for n in (_MAX_LAYERS, 1)]
         deep, shallow = (_bytes_of_a_window(model, seq_len, precision) for model, _ in models)
     more_layers = models[0][1] - 1
     layer = (deep - shallow) / more_layers if more_layers else shallow

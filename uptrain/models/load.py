@@ -28,16 +28,16 @@ from uptrain.models.lora import add_adapters
 from uptrain.models.trainable_parts import common_dtype
 
 
-def load_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
+def load_student(folder: Path, trainable: str = "all", lora_rank: int = 0) -> LanguageModel:
     """Load a model to train a part of it: float32 masters of that part, the rest in the checkpoint's dtype.
 
     `lora_rank` is that of the adapters of the part `lora`, which are zero.
     """
-    if part == "all":
+    if trainable == "all":
         return autocast_experts(load_model(folder, torch.float32))
     dtype, frozen_dtype = _dtypes(folder)
     student = load_model(folder, dtype)
-    make_trainable(student, part, lora_rank, folder)
+    make_trainable(student, trainable, lora_rank, folder)
     set_dtypes(student, frozen_dtype)
     return student
 
@@ -64,13 +64,13 @@ def load_teacher(
     return teacher
 
 
-def uninitialized_student(folder: Path, part: str = "all", lora_rank: int = 0) -> LanguageModel:
+def uninitialized_student(folder: Path, trainable: str = "all", lora_rank: int = 0) -> LanguageModel:
     """Return the model of a folder's config.json with uninitialised weights, in the dtypes of `load_student`."""
-    if part == "all":
+    if trainable == "all":
         return autocast_experts(_uninitialized(folder, torch.float32))
     dtype, frozen_dtype = _dtypes(folder)
     student = _uninitialized(folder, dtype)
-    make_trainable(student, part, lora_rank, folder)
+    make_trainable(student, trainable, lora_rank, folder)
     set_dtypes_of_uninitialized(student, frozen_dtype)
     return student
 
@@ -93,15 +93,15 @@ def _dtypes(folder: Path) -> tuple[torch.dtype, torch.dtype]:
     return dtype if native else torch.float32, dtype
 
 
-def make_trainable(student: LanguageModel, part: str, lora_rank: int, folder: Path) -> None:
+def make_trainable(student: LanguageModel, trainable: str, lora_rank: int, folder: Path) -> None:
     """Freeze all parameters but those of a part other than `all`; of `lora` but those of new adapters.
 
     Raises InputError if the model of this folder does not have the part.
     """
-    if part == "lora":
+    if trainable == "lora":
         add_adapters(student, lora_rank)
     else:
-        freeze_all_but(student, part, folder)
+        freeze_all_but(student, trainable, folder)
 
 
 def teacher_dtype(precision: str) -> torch.dtype:
@@ -159,7 +159,7 @@ def build_meta_from_config(folder: Path) -> LanguageModel:
         return TransformersModel(build_hf_model(folder, torch.float32))
 
 
-def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tuple[LanguageModel, int]:
+def meta_student(folder: Path, trainable: str, lora_rank: int, n_layers: int) -> tuple[LanguageModel, int]:
     """Return what `load_student` returns, on the meta device and cut to `n_layers` decoder layers, and how many it has.
 
     Only for transformers' classes that name the class of their decoder layers (`_no_split_modules`).
@@ -175,10 +175,10 @@ def meta_student(folder: Path, part: str, lora_rank: int, n_layers: int) -> tupl
     del layers[n_layers:]
     config: Any = student.hf_model.config
     config.num_hidden_layers = len(layers)  # some classes count by it
-    if part == "all":
+    if trainable == "all":
         autocast_experts(student)
     else:
-        make_trainable(student, part, lora_rank, folder)
+        make_trainable(student, trainable, lora_rank, folder)
         set_dtypes(student, frozen_dtype)
     return student, len(layers)
 

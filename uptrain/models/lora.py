@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from model.common.errors import InputError
 from model.decoder.loading import LanguageModel
 from uptrain.models.casting_layers import FrozenLinear, make_cast_at_use
-from uptrain.models.trainable_choices import check_rank
+from uptrain.models.trainable_choices import check_lora_rank
 
 _OF_LAYER = re.compile(r"\.\d+\.")
 
@@ -31,7 +31,7 @@ class AdaptedLinear(FrozenLinear):
         return super().forward(x) + added
 
 
-def add_adapters(student: LanguageModel, rank: int) -> None:
+def add_adapters(student: LanguageModel, lora_rank: int) -> None:
     """Freeze a model, and give an adapter of float32 zeros to each linear layer of its decoder layers.
 
     Raises InputError if the model has none, or if the rank exceeds what all of them can have.
@@ -44,12 +44,12 @@ def add_adapters(student: LanguageModel, rank: int) -> None:
     ]
     if not adapted:
         raise InputError("--trainable lora: the model's layers have no linear layers that can be adapted; train all.")
-    check_rank(rank, max(min(module.in_features, module.out_features) for module in adapted))
+    check_lora_rank(lora_rank, max(min(module.in_features, module.out_features) for module in adapted))
     for module in adapted:
         module.__class__ = AdaptedLinear
         like: dict[str, Any] = {"device": module.weight.device, "dtype": torch.float32}
-        module.lora_A = nn.Linear(module.in_features, rank, bias=False, **like)
-        module.lora_B = nn.Linear(rank, module.out_features, bias=False, **like)
+        module.lora_A = nn.Linear(module.in_features, lora_rank, bias=False, **like)
+        module.lora_B = nn.Linear(lora_rank, module.out_features, bias=False, **like)
         for adapter in (module.lora_A, module.lora_B):
             nn.init.zeros_(adapter.weight)
 

@@ -52,9 +52,9 @@ def _in_same_layer(name: str, others: Collection[str]) -> tuple[str, ...]:
     return tuple(each for each in others if layer_number(each) == layer_number(name))
 
 
-def frozen_names(folder: Path, part: str) -> dict[str, tuple[str, ...]]:
+def frozen_names(folder: Path, trainable: str) -> dict[str, tuple[str, ...]]:
     """Return the entries of `stored_names` that are not trained."""
-    pattern = part_pattern(part, read_language_config(folder))
+    pattern = part_pattern(trainable, read_language_config(folder))
     return {name: stored for name, stored in stored_names(folder).items() if not pattern.search(name)}
 
 

@@ -20,9 +20,9 @@ ParameterOwners = dict[str, tuple[nn.Module, str]]
 """Places of parameters: name → module, and its attribute."""
 
 
-def equal_tensors(model: Path, part: str, teacher: Path) -> list[str]:
+def equal_tensors(model: Path, trainable: str, teacher: Path) -> list[str]:
     """Return the names of the frozen parameters of `model` whose tensors have the same bytes in both folders."""
-    ours, theirs = frozen_names(model, part), stored_names(teacher)
+    ours, theirs = frozen_names(model, trainable), stored_names(teacher)
     with open_language_model(model) as first, open_language_model(teacher) as second:
         return [
             name

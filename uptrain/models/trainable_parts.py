@@ -17,35 +17,35 @@ _LATENT = {"attention": ("self_attn", "input_layernorm"), "kv": (f"self_attn.{KV
 """The modules of each part in a layer of latent attention."""
 
 
-def part_pattern(part: str, config: Mapping[str, Any]) -> re.Pattern[str]:
+def part_pattern(trainable: str, config: Mapping[str, Any]) -> re.Pattern[str]:
     """Return a pattern of the names of a part's parameters, in memory and in files.
 
     Raises InputError if the family has no such part, or is not known.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
-    if part in ("all", "lora") and isinstance(family, Family) and family.joins_experts:
+    if trainable in ("all", "lora") and isinstance(family, Family) and family.joins_experts:
         raise InputError(
-            f"--trainable {part}: transformers holds the experts of model_type {model_type!r} under other names than "
-            "the files do, so other programs could not open the result; use --trainable attention."
+            f"--trainable {trainable}: transformers holds the experts of model_type {model_type!r} under other names "
+            "than the files do, so other programs could not open the result; use --trainable attention."
         )
-    if part == "all" and (wrapper := wrapper_of(config)) is not None:
+    if trainable == "all" and (wrapper := wrapper_of(config)) is not None:
         raise InputError(
             f"--trainable all: of model_type {wrapper!r}, only the language model inside is trained, on text; use "
             "--trainable attention."
         )
-    if part == "all":
+    if trainable == "all":
         return re.compile("")
-    if part == "lora":
+    if trainable == "lora":
         return re.compile(r"\.lora_[AB]\.")
     if read_latent_norm(config) is not None:
-        return _of_layers("layers", _LATENT[part])
+        return _of_layers("layers", _LATENT[trainable])
     if not isinstance(family, Family):
         raise InputError(
-            f"--trainable {part}: how model_type {model_type!r} names attention is not known; use --trainable all."
+            f"--trainable {trainable}: how model_type {model_type!r} names attention is not known; use --trainable all."
         )
     names = family.names
-    if part == "attention":
+    if trainable == "attention":
         modules = [*names.attention, *filter(None, [names.attention_norm])]
     elif names.fused is None:
         modules = [f"{module}.{name}" for module in names.attention for name in (names.key, names.value)]
@@ -87,12 +87,12 @@ def common_dtype(tensors: Iterable[TensorInfo]) -> str:
 
 def parts_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the choices of `--trainable` that a model has."""
-    return tuple(part for part in TRAINABLE if _has_part(part, config))
+    return tuple(trainable for trainable in TRAINABLE if _has_part(trainable, config))
 
 
-def _has_part(part: str, config: Mapping[str, Any]) -> bool:
+def _has_part(trainable: str, config: Mapping[str, Any]) -> bool:
     try:
-        part_pattern(part, config)
+        part_pattern(trainable, config)
     except InputError:
         return False
     return True

@@ -8,7 +8,7 @@ from typing import Any
 
 from model.common.processes import is_running, pid_namespace
 from model.files.names import METRICS
-from uptrain.checkpoints.files import find_damage, is_kept, list_checkpoints
+from uptrain.checkpoints.files import find_damage, is_kept_for_extend, list_checkpoints
 from uptrain.report.history import History
 from uptrain.runs.run_folder import CHECKPOINTS
 
@@ -29,7 +29,7 @@ def read_status(folder: Path, verify: bool) -> dict[str, Any]:
         "run": str(folder),
         **_state(history),
         "step": history.step,
-        "steps": settings.steps,
+        "total_steps": settings.steps,
         "share": history.step / settings.steps,
         "tokens": history.tokens,
         "total_tokens": run.budget.tokens,
@@ -69,7 +69,7 @@ def _state(history: History) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
-    """Return step, bytes, `kept` and, with `verify`, damage of the complete checkpoints, oldest first.
+    """Return step, bytes, `kept_for_extend` and, with `verify`, damage of the complete checkpoints, oldest first.
 
     A checkpoint that the run removes meanwhile is not listed.
     """
@@ -77,7 +77,7 @@ def checkpoints(folder: Path, verify: bool) -> list[dict[str, Any]]:
     for step, path in list_checkpoints(folder).items():
         try:
             size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-            entry: dict[str, Any] = {"step": step, "bytes": size, "kept": is_kept(path)}
+            entry: dict[str, Any] = {"step": step, "bytes": size, "kept_for_extend": is_kept_for_extend(path)}
             if verify:
                 try:
                     entry["damage"] = find_damage(path)

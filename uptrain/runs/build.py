@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import LanguageModel
 from model.files.names import METRICS
 from uptrain.checkpoints.store import CheckpointStore
@@ -55,12 +54,12 @@ class RunContext:
 
 def build_initial(settings: Settings, config_folder: Path, context: RunContext, saved_step: int = NO_STEP) -> Training:
     """Build a Training with the initial weights of a run; arguments as of `build`."""
-    accelerator, part = context.accelerator, settings.trainable
-    source = config_folder if part == "all" else Path(settings.model)
+    accelerator, trainable = context.accelerator, settings.trainable
+    source = config_folder if trainable == "all" else Path(settings.model)
     student, weights = load_on_main(
         accelerator,
         lambda: initial_student(settings, config_folder),
-        lambda: uninitialized_student(source, part, settings.lora_rank),
+        lambda: uninitialized_student(source, trainable, settings.lora_rank),
     )
     training = build(settings, student, context, saved_step)
     broadcast_weights(accelerator, training.loss_module, {STUDENT + name: tensor for name, tensor in weights.items()})
@@ -87,10 +86,7 @@ def build(settings: Settings, student: LanguageModel, context: RunContext, saved
         check_teacher_logits(logits, vocab_size)
     if is_sharded(accelerator) and settings.precision == "bf16":
         # There is no autocast then. FSDP2 rounds what enters a layer, after the dtype has chosen how to attend.
-        if isinstance(student, LlamaForCausalLM):
-            set_state_dtype(student, torch.bfloat16)
-        else:
-            student.product_dtype = torch.bfloat16
+        set_state_dtype(student, torch.bfloat16)
     layers = decoder_layers(student)
     if settings.compile:
         compile_layers(layers)

@@ -9,7 +9,7 @@ from model.common.errors import InputError
 from model.common.launcher_variables import world_size
 from model.files.paths import check_name
 from model.language_model import read_language_config
-from uptrain.budget.budget import Budget, default_trainable, make_budget, rate_problem
+from uptrain.budget.budget import Budget, check_default_lr, default_trainable, make_budget
 from uptrain.budget.conversion_record import conversion_method, source_names
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
@@ -17,7 +17,7 @@ from uptrain.data.token_cache import MANIFEST
 from uptrain.distributed.accelerator import choose_device, default_precision
 from uptrain.distributed.collectives import warn_on_local_main
 from uptrain.estimates.memory import MemoryEstimator, MemoryOptions
-from uptrain.models.trainable_choices import DEFAULT_RANK, adapter_rank
+from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, resolve_lora_rank
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, too_large_warning
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
@@ -36,9 +36,8 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         raise InputError("--eval-every needs held-out data to evaluate on; name them with --eval-data.")
     config, names = (read_language_config(folder), source_names(folder)) if options.model else ({}, ())
     trainable = options.trainable or (default_trainable(folder, config) if options.model else "all")
-    rank = adapter_rank(options.lora_rank, trainable)
-    if problem := rate_problem(options.budget, options.optimizer):
-        raise InputError(problem)
+    lora_rank = resolve_lora_rank(options.lora_rank, trainable)
+    check_default_lr(options.budget, options.optimizer)
     method = conversion_method(folder) if options.model else None
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
@@ -59,9 +58,9 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         loss=loss,
         steps=budget.steps,
         global_batch=global_batch,
-        micro_batch=_micro_batch(options, chosen, config, seq_len, n_windows, precision, rank),
+        micro_batch=_micro_batch(options, chosen, config, seq_len, n_windows, precision, lora_rank),
         schedule=schedule.kind,
-        lr=schedule.peak,
+        lr=schedule.peak_lr,
         warmup_steps=schedule.warmup_steps,
         decay_fraction=schedule.decay_fraction,
         original_steps=schedule.original_steps,
@@ -69,7 +68,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         optimizer=options.optimizer,
         weight_decay=options.weight_decay,
         trainable=trainable,
-        lora_rank=rank,
+        lora_rank=lora_rank,
         seed=options.seed,
         save_every=options.save_every or interval,
         keep_last=options.keep_last,
@@ -118,7 +117,7 @@ def _micro_batch(
     seq_len: int,
     n_windows: int,
     precision: str,
-    rank: int,
+    lora_rank: int,
 ) -> int:
     """Return the micro-batch, in windows. The default fits the device if the model's memory can be estimated.
 
@@ -129,7 +128,7 @@ def _micro_batch(
     if options.model is None or not has_estimate(config):
         return options.micro_batch or default_micro_batch(seq_len, n_windows)
     estimator = MemoryEstimator.read(
-        options.model, options.teacher, seq_len, precision, options.optimizer, rank or DEFAULT_RANK
+        options.model, options.teacher, seq_len, precision, options.optimizer, lora_rank or DEFAULT_LORA_RANK
     )
     estimator.check_lora_rank(chosen.trainable)
     warn_on_local_main(estimator.activation_warning(chosen.trainable))

@@ -270,7 +270,8 @@ def _describe(settings: Settings, training: Training) -> str:
     accelerator = training.accelerator
     student = accelerator.unwrap_model(training.loss_module).student
     sizes = [(p.numel(), p.requires_grad) for p in student.parameters()]  # of all shards
-    trained, total = (format_count(sum(n for n, counts in sizes if counts or every)) for every in (False, True))
+    total = format_count(sum(n for n, _ in sizes))
+    trained = format_count(sum(n for n, is_trained in sizes if is_trained))
     every_steps = f"every {settings.eval_every:,} steps" if settings.eval_every > 1 else "after every step"
     evaluated = f", held-out loss {every_steps}" if settings.eval_data else ""
     computes = ""

@@ -21,7 +21,7 @@ class Schedule:
 
     kind: str
     """One of `SCHEDULES`."""
-    peak: float
+    peak_lr: float
     total_steps: int
     """Optimizer steps."""
     warmup_steps: int
@@ -34,8 +34,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
             raise InputError(f"the schedule {self.kind!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
-        if not (math.isfinite(self.peak) and self.peak > 0):
-            raise InputError(f"the peak learning rate is {self.peak}; it must be above 0.")
+        if not (math.isfinite(self.peak_lr) and self.peak_lr > 0):
+            raise InputError(f"the peak learning rate is {self.peak_lr}; it must be above 0.")
         if self.total_steps < 1:
             raise InputError(f"a run of {self.total_steps} steps trains nothing; give it 1 or more.")
         if not 0 <= self.decay_fraction <= 1:
@@ -52,7 +52,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0."""
     assert 0 <= step < schedule.total_steps, (step, schedule)
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    return schedule.peak * warmup * _SHAPES[schedule.kind](schedule, step)
+    return schedule.peak_lr * warmup * _SHAPES[schedule.kind](schedule, step)
 
 
 def default_warmup(total_steps: int) -> int:

@@ -171,7 +171,7 @@ def _join_buckets(training: Training) -> None:
         training.accelerator.backward(loss)
 
 
-def _own_part(training: Training) -> slice:
+def _own_windows(training: Training) -> slice:
     """Return the place of this process's windows among those of a step."""
     rank, world_size = training.accelerator.process_index, training.accelerator.num_processes
     return slice(rank * training.global_batch // world_size, (rank + 1) * training.global_batch // world_size)
@@ -183,7 +183,7 @@ def _batches(training: Training, steps: range) -> Generator[Batch]:
         steps,
         training.global_batch,
         training.seed,
-        _own_part(training),
+        _own_windows(training),
         training.cache,
         training.micro_batch,
         training.accelerator.device,
@@ -203,7 +203,7 @@ def _train_step(training: Training, progress: TrainingProgress, step: int, batch
     rate = learning_rate(training.schedule, step)
     set_learning_rate(training.optimizer, rate)
     rate = applied_rate(training.optimizer, rate, step + 1 - len(progress.skipped))
-    n_batches = -(-len(windows[_own_part(training)]) // training.micro_batch)
+    n_batches = -(-len(windows[_own_windows(training)]) // training.micro_batch)
     device_loss = _backward(training, islice(batches, n_batches), n_batches, n_targets)
     device_norm = _clip(training)
     spikes = SpikeDetector(training.spike_sigma, progress.grad_norms)

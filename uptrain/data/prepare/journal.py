@@ -1,4 +1,4 @@
-"""Record finished work units in a staging folder, and join those of other machines."""
+"""Record finished work units in a staging area, and join those of other machines."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """Make a token cache from sources: plan, tokenise in parallel, publish.
 
-Work units are tokenised into a staging folder beside OUT. Its journal records the finished ones, so that a killed build
+Work units are tokenised into a staging area beside OUT. Its journal records the finished ones, so that a killed build
 resumes. The cache is identical, byte for byte, for any number of workers, machines and interruptions.
 """
 
@@ -24,7 +24,7 @@ from uptrain.data.prepare.tokenise import Job
 from uptrain.data.prepare.tokenizer import Tokenizer, load_tokenizer
 from uptrain.data.prepare.work_units import Unit, make_units
 from uptrain.data.prepare.workers import Pool
-from uptrain.data.token_cache import MANIFEST, Manifest, TokenCache, id_dtype
+from uptrain.data.token_cache import MANIFEST, CacheManifest, TokenCache, id_dtype
 from uptrain.machine_shards import MachineShard, open_staging, staging_out
 
 UNITS_FORMAT = 3
@@ -115,7 +115,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     return _summary(options.out, manifest, plan, complete=False)
 
 
-def _summary(out: Path, manifest: Manifest, plan: _Plan, complete: bool) -> dict[str, Any]:
+def _summary(out: Path, manifest: CacheManifest, plan: _Plan, complete: bool) -> dict[str, Any]:
     return {
         "out": str(out),
         "was_complete": complete,
@@ -159,7 +159,7 @@ def _make_plan(options: PrepareOptions, sources: list[Source], tokenizer: Tokeni
 def _difference(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> str:
     """Return words on what the cache OUT was made of, and is not given now."""
     try:
-        made = Manifest.parse(options.out)
+        made = CacheManifest.parse(options.out)
     except InputError:  # damaged, or a teacher's logits
         return "other data or options"
     sources = [(os.path.realpath(s.text.name), None if s.weight is None else float(s.weight)) for s in plan.sources]
@@ -183,7 +183,7 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _already_complete(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> Manifest:
+def _already_complete(options: PrepareOptions, plan: _Plan, tokenizer: Tokenizer | None) -> CacheManifest:
     """Return the manifest of OUT if it was made by the same plan. Raises InputError if not, or if a file is damaged."""
     out = options.out
     made_from = (out / INPUTS).read_text(errors="replace").strip() if (out / INPUTS).is_file() else ""

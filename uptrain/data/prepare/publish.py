@@ -18,7 +18,7 @@ from uptrain.data.prepare.sources import Source
 from uptrain.data.prepare.tokenise import shard_names
 from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged, file_fingerprint
 from uptrain.data.prepare.workers import Pool, hash_file
-from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, CacheShard, Manifest
+from uptrain.data.token_cache import FILE_HASHES, HASH_DIGITS, MANIFEST, CacheManifest, CacheShard
 
 INPUTS = "inputs.sha256"
 """File of the cache with a hash of its inputs, by which the same command detects that the cache is complete."""
@@ -40,8 +40,8 @@ Taken = list[tuple[Unit, int]]
 
 def publish(
     build: CacheBuild, sources: list[Source], n_tokens: int | None, cache_format: CacheFormat, inputs: str, quiet: bool
-) -> Manifest:
-    """Turn the staging folder into the cache. Raises InputError if tokens are too few or a source has changed."""
+) -> CacheManifest:
+    """Turn the staging area into the cache. Raises InputError if tokens are too few or a source has changed."""
     records, staging = build.records, build.staging
     source_quotas = finalise_quotas(build.source_quotas, n_tokens, records)
     if n_tokens is None and (warning := left_out_warning(source_quotas, records)):
@@ -71,7 +71,7 @@ def publish(
                 "PATH=WEIGHT."
             )
     filled = tuple(shard for shard in shards.values() if shard.n_tokens)
-    manifest = Manifest(**vars(cache_format), shards=filled, sources=tuple(described))
+    manifest = CacheManifest(**vars(cache_format), shards=filled, sources=tuple(described))
     _write(staging, manifest, inputs)
     staging.publish()
     return manifest
@@ -134,7 +134,7 @@ def _describe(
     }
 
 
-def _write(staging: Staging, manifest: Manifest, inputs: str) -> None:
+def _write(staging: Staging, manifest: CacheManifest, inputs: str) -> None:
     """Write manifest and inputs, and remove all other files that are not cache shards of the manifest."""
     files = {MANIFEST: manifest.to_json(), INPUTS: f"{inputs}\n".encode()}
     staging.keep_only([*files, *(name for shard in manifest.shards for name in (shard.tokens, shard.documents))])

@@ -91,7 +91,7 @@ class _HeaderParser:
         fields = dict(pairs)
         if len(fields) < n_pairs:
             (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            self._refuse(f"Duplicate {name} among its keys")
+            self._refuse(f"the key {name} occurs twice")
         tensors = [self._tensor() for _ in range(n_tensors)]
         alignment = fields.get("general.alignment", 32)
         return Header(fields, self._placed(tensors, alignment))
