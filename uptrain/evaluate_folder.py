@@ -21,7 +21,7 @@ from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import choose_device, default_precision, make_accelerator
 from uptrain.distributed.collectives import destroy_process_group, on_main, warn_on_local_main
 from uptrain.distributed.fsdp import is_sharded
-from uptrain.models.checks import check_lm_heads, check_packing, tokenizer_warning
+from uptrain.models.checks import check_lm_heads, check_packing, check_teacher_tokenizer
 from uptrain.models.decoder_layers import layer_class_names
 from uptrain.models.load import build_meta_from_folder, load_evaluated, load_teacher
 from uptrain.models.trainable_parts import text_only_warning
@@ -73,7 +73,7 @@ def _evaluate(options: EvaluateOptions, scratch: Path, quiet: bool) -> tuple[Eva
     warn_on_local_main(
         context_warning(config, seq_len),
         text_only_warning(config, trained=False),
-        tokenizer_warning(options.model, options.teacher) if options.teacher else None,
+        check_teacher_tokenizer(options.model, options.teacher) if options.teacher else None,
     )
     device = choose_device(options.device)
     _check_one_machine(options, seq_len)

@@ -105,8 +105,8 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
             with out_of_memory_as_run_error(str(choose_device(AUTO_DEVICE)), advice):
                 _write_shards(missing, options.model, cache, wanted, precision, staging, advance)
         if options.machine_shard is not None:
-            part = f"{own_shard.number}/{own_shard.of}"
-            return {"shard": part, "windows": n_own, "windows_in_all": wanted.n_windows}
+            shard = f"{own_shard.number}/{own_shard.of}"
+            return {"shard": shard, "windows": n_own, "windows_in_all": wanted.n_windows}
         manifest = replace(wanted, shards=tuple(LogitsShard(**staging.finished[_name(number)]) for number, _ in parts))
         _publish(manifest, staging)
     return _summary(options.out, manifest, was_complete=False)

@@ -14,7 +14,7 @@ from convert.calibration.refine import refine
 from convert.calibration.refit_output import refit_output
 from convert.layer_tensors.converted_layer import ConvertedLayer, LayerConversion
 from convert.layer_tensors.layer_file import FINISHED, save_layer
-from convert.layer_tensors.rounding import to_float64
+from convert.layer_tensors.rounding import tensors_to_float64
 from convert.layers.layer_stream import CalibrationLayer, iter_layers, last_states, validation_text
 from convert.layers.runnable_layer import HeadWeights
 from convert.recipe import Recipe
@@ -54,12 +54,12 @@ def write_layers(
 
 def _output_error(layer: CalibrationLayer, conversion: LayerConversion, converted: ConvertedLayer) -> float | None:
     """Return the output error of the layer's tensors, rounded as they are. Raises CheckpointError if not finite."""
-    weights = converted_weights(conversion, to_float64(converted.tensors))
+    weights = converted_weights(conversion, tensors_to_float64(converted.tensors))
     error = relative_error(layer, weights, comparison_windows(layer))
     if error is not None and not math.isfinite(error):
         raise CheckpointError(
             f"layer {layer.index}'s converted attention produces NaN or infinite values on the text; the checkpoint is "
-            "damaged, or its values are too large to be calibrated."
+            "damaged, or its values are too large to be calibrated; --calibration none converts without a text."
         )
     return error
 

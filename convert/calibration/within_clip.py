@@ -13,7 +13,7 @@ from convert.calibration.float32_weights import head_weights
 from convert.calibration.merge_layers import merge_layer
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.layer_file import load_layer
-from convert.layer_tensors.rounding import to_float64
+from convert.layer_tensors.rounding import tensors_to_float64
 from convert.layers.clipped_heads import ClippedHeads
 from convert.layers.layer_stream import CalibrationLayer
 from convert.layers.runnable_layer import HeadWeights
@@ -51,7 +51,7 @@ def _merge(
     source.check(layer.index, "on the calibration text")
     converted = merge_layer(checkpoint, merges, advance, layer)
     merge = merges[layer.index]
-    merged = output_attention(to_float64(converted.tensors), merge)
+    merged = output_attention(tensors_to_float64(converted.tensors), merge)
     scaled = scale_into_clip(merged, _heads(layer, head_weights(merged)).largest, source.largest, source.clip)
     clipped = _heads(layer, head_weights(scaled))
     converted = finish_layer(checkpoint, merge, read_attention(checkpoint, merge), scaled)

@@ -74,11 +74,11 @@ def merge_options(command: Command) -> Command:
                      "components. fit: heads fitted to what attention computes on a text. aligned, pca and fit also "
                      "change queries and output projections, to match.  [default: fit with --refit and --refine]"),
         click.option("--refit", is_flag=True,
-                     help="Fit output projections to the original layers' outputs, where that lowers the error on "
+                     help="Fit output projections to the outputs of SOURCE's layers, where that lowers the error on "
                      "the validation windows (every fourth).  [default: only without --method]"),
         click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
                      help="After merging, train each layer's attention on this many tokens of the calibration text, to "
-                     "reproduce the original layer's output. Keep the weights with the least error on "
+                     "reproduce the output of SOURCE's layer. Keep the weights with the least error on "
                      "the validation windows (every fourth).  "
                      "[default: as many as --calibration-tokens without --method, else 0]"),
         click.option("--calibration", metavar="TEXT",
@@ -124,7 +124,7 @@ def latent_options(command: Command) -> Command:
         click.option("--method", type=click.Choice(LATENT_METHODS), default="fit", hidden=True),
         click.option("--refine", type=CountType(0, MAX_TOKENS), metavar="TOKENS",
                      help="Train each layer's attention on this many tokens of the calibration text, to reproduce "
-                     "the original layer's output. Keep the weights with the least error on "
+                     "the output of SOURCE's layer. Keep the weights with the least error on "
                      "the validation windows (every fourth).  "
                      "[default: as many as --calibration-tokens]"),
         click.option("--calibration", metavar="TEXT",

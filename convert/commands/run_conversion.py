@@ -36,18 +36,18 @@ SLOW_SECONDS = 60
 def convert_heads(source: Path, out: Path, n_kv_heads: int | None, merge: MergeOptions, output: OutputOptions) -> None:
     """Convert SOURCE to `n_kv_heads` K/V heads, and print the result. None keeps their number."""
 
-    def make_plan(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
+    def plan_of(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
         recipe = resolve_merge(checkpoint, n_kv_heads, merge)
         warn_of_unused_seed(merge, recipe)
         return make_merge_plan(checkpoint, n_kv_heads, recipe, shard_size)
 
-    _convert(source, out, make_plan, output, merge.calibration)
+    _convert(source, out, plan_of, output, merge.calibration)
 
 
 def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: OutputOptions) -> None:
     """Convert SOURCE to latent attention, and print the result."""
 
-    def make_plan(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
+    def plan_of(checkpoint: Checkpoint, shard_size: int | None) -> Plan:
         if find_spec("torch") is None:
             raise CheckpointError(
                 f"mha-to-mla needs torch, transformers, accelerate and tokenizers; {console.INSTALL_EXTRA}."
@@ -56,13 +56,13 @@ def convert_to_latent(source: Path, out: Path, options: LatentOptions, output: O
         warn_of_unused_seed(options, recipe)
         return make_latent_plan(checkpoint, recipe, shard_size)
 
-    _convert(source, out, make_plan, output, options.calibration)
+    _convert(source, out, plan_of, output, options.calibration)
 
 
 def _convert(
     source: Path,
     out: Path,
-    make_plan: Callable[[Checkpoint, int | None], Plan],
+    plan_of: Callable[[Checkpoint, int | None], Plan],
     output: OutputOptions,
     calibration: str | None,
 ) -> None:
@@ -74,7 +74,7 @@ def _convert(
                 "choose another name."
             )
         staging = staging_for(checkpoint, out, output.overwrite)
-        plan = make_plan(checkpoint, output.max_shard_size)
+        plan = plan_of(checkpoint, output.max_shard_size)
         if output.dry_run:
             conversion.check(plan, checkpoint, staging)
         estimate = _estimate(checkpoint, plan, quiet=output.dry_run or output.as_json)

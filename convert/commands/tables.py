@@ -70,9 +70,9 @@ def _layer_errors(entries: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def print_merge_report(report: list[dict[str, Any]]) -> None:
     """Print the merge report: cosines in groups and norm ratios, for K and V over all layers."""
-    table = table_with_heading("Merged heads compared with the originals")
+    table = table_with_heading("Merged heads compared with SOURCE's")
     table.add_column("", overflow="fold")
-    for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\noriginal", "lowest\n(layer)"):
+    for heading in ("cosine\nin groups", "lowest\n(layer)", "norm ÷\nSOURCE's", "lowest\n(layer)"):
         table.add_column(heading, justify="right", no_wrap=True)
     for kind in dict.fromkeys(_kind(entry) for entry in report):
         entries = [entry for entry in report if _kind(entry) == kind]

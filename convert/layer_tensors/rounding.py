@@ -21,7 +21,7 @@ def widen(values: Array) -> Array:
     return values if values.dtype == np.float64 else values.astype(np.float32, copy=False)
 
 
-def to_float64(tensors: Mapping[str, Array]) -> dict[str, Real]:
+def tensors_to_float64(tensors: Mapping[str, Array]) -> dict[str, Real]:
     """Return tensors, by name, as float64."""
     return {name: values.astype(np.float64) for name, values in tensors.items()}
 

@@ -21,7 +21,7 @@ from convert.layers.transformers_norms import TransformersNorms
 from model.attention_layout import Kind, projections
 from model.common.errors import CheckpointError
 from model.decoder.observed_attention import ObservedCall, observe_attention
-from model.decoder.transformers_classes import no_attention_function
+from model.decoder.transformers_classes import no_attention_function, refusing
 from model.geometry import Geometry
 
 _ROTATION_ERROR, _LINEAR_ERROR = 1e-4, 1e-2
@@ -109,7 +109,8 @@ class TransformersLayer(ObservedLayer):
             self.check_finite(rotated_q_BTHD, rotated_k_BTKD, v_BTKD)
             observer(HeadStates(self.unrotated(rotated_q_BTHD), rotated_q_BTHD, rotated_k_BTKD, v_BTKD, scales_BTK))
 
-        with recorded_outputs(self._output) as attended, self._observing(observe):
+        running = refusing(f"transformers cannot run layer {self.index} on a text", running=True)
+        with running, recorded_outputs(self._output) as attended, self._observing(observe):
             result = self._layer(states_BTM, **self._arguments(len(states_BTM)))
         next_BTM: Tensor = result[0] if isinstance(result, tuple) else result
         self.check_finite(next_BTM)

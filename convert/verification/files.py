@@ -67,7 +67,9 @@ def _entries(comparison: Comparison) -> dict[str, tuple[Any, Any]]:
     """
     source, plan, record = comparison.source, comparison.plan, comparison.record
     recipe = plan.recipe.record if plan.computed else MergeRecipe("mean").record  # of a copy
-    planned = recipe if isinstance(plan, LatentPlan) else {**recipe, "groups": plan.n_kv_heads}
+    planned = dict(recipe)
+    if not isinstance(plan, LatentPlan) or "groups" in record:  # earlier versions wrote it for latent attention too
+        planned["groups"] = plan.n_kv_heads
     entries = {key: (record.get(key), value) for key, value in planned.items() if key != "calibration"}
     for part, values in planned_record(source, plan).items():
         recorded = record[part] if isinstance(record.get(part), dict) else {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from convert.latent.latent_recipe import LATENT
 from convert.layer_tensors.converted_layer import LayerConversion
-from convert.layer_tensors.rounding import BFLOAT16, to_float64
+from convert.layer_tensors.rounding import BFLOAT16, tensors_to_float64
 from convert.output.groupwise_json import layer_errors
 from convert.output.layer_cache import ConvertedLayerCache
 from convert.recipe import Recipe
@@ -104,7 +104,7 @@ def compare_by_errors(comparison: Comparison, layers: ConvertedLayerCache, scrat
         return {name: out.all_rows(name) for name in expected}, expected
 
     def weights(index: int) -> "list[HeadWeights | LatentWeights]":
-        return [converted_weights(plan.conversions[index], to_float64(tensors)) for tensors in versions(index)]
+        return [converted_weights(plan.conversions[index], tensors_to_float64(tensors)) for tensors in versions(index)]
 
     def differs(index: int) -> bool:
         actual, expected = versions(index)

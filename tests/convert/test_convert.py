@@ -454,7 +454,7 @@ def test_the_summary_of_a_conversion(convert, source, tmp_path):
     planned, done = shown(*merge, "--dry-run"), shown(*merge)
     assert {f"to merge {merged}", f"to copy {others}", "output 36.65 kB in 2 files"} <= set(planned)
     assert {f"merged {merged}", f"copied {others}", "output 36.65 kB in 2 files"} <= set(done)
-    assert "Merged heads compared with the originals" in done
+    assert "Merged heads compared with SOURCE's" in done
     assert not any(line.startswith(("not copied", "to ")) for line in done)
     for command in ("evaluate", "run"):
         assert any(line.startswith(f"uptrain {command} {out} --teacher {source} --data ") for line in done)

@@ -1,4 +1,4 @@
-"""`--calibration self`: the model writes the text that it is calibrated on."""
+"""`--calibration self`: the model generates the text that it is calibrated on."""
 
 import json
 import lzma
@@ -116,7 +116,7 @@ def test_texts_begin_with_the_end_token_where_it_alone_parts_texts(tmp_path):
 
 
 def test_chats_begin_as_the_template_says(source, monkeypatch):
-    """Every other text is a chat: the model writes what the user says, and after its end what the assistant does."""
+    """Every other text is a chat: the model generates what the user says, and after its end what the assistant does."""
     tokenizer = tokenizer_of(with_template(source))
     end, word = tokenizer.eos_token_id, tokenizer("x", add_special_tokens=False).input_ids[0]
     assert tokenizer.bos_token_id == 0 != end

@@ -70,7 +70,7 @@ FILES = {
     "alignment as text": (header([pair(b"general.alignment", STRING, text(b"x"))]), "not a 32-bit number"),
     "big-endian": (header(order=">"), "big-endian"),
     "version 1": (header(version=1), "version 1"),
-    "the same key twice": (header([pair(b"x", UINT32, bytes(4))] * 2), "Duplicate x"),
+    "the same key twice": (header([pair(b"x", UINT32, bytes(4))] * 2), "the key x occurs twice"),
     "the same tensor twice": (
         header(tensors=[tensor(shape=(8,)), tensor(shape=(8,), offset=32)]) + bytes(200), "duplicated tensor",
     ),

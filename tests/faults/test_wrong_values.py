@@ -289,3 +289,12 @@ def test_the_model_s_context(convert, uptrain, model, tmp_path, value):
 def test_a_prompt_in_another_encoding(generation, tmp_path):
     """Python reads bytes that are not UTF-8 as half characters."""
     generation(tmp_path, "--prompt", "caf\udce9").refused("the prompt is not valid UTF-8")
+
+
+def test_experts_that_torch_cannot_multiply(convert, tmp_path):
+    """Rows of 30 float32 numbers are no multiple of 16 bytes, which torch's product of many experts needs."""
+    parent = tiny.build("mixtral", intermediate_size=30, vocab_size=300)
+    source = make_tokenizer(tiny.save(parent, tmp_path / "in"), 300)
+    options = ("--groups", 2, "--calibration-tokens", 1024)
+    convert("mha-to-gqa", source, tmp_path / "out", *options).refused("transformers cannot run layer 0 on a text: ")
+    convert("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean").succeeded()

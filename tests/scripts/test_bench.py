@@ -36,7 +36,7 @@ SMALL = {
     "serving": "import stand_in_engine; stand_in_engine.install()",
     "train_loop": "import multiprocessing, types; "
     "train_loop.multiprocessing = types.SimpleNamespace(get_context=lambda _: multiprocessing.get_context('fork'))",
-    "to_hf": "convert = to_hf.convert; convert.SHAPE = type(convert.SHAPE)('small', 64, 1, 32, 64, 256)",
+    "to_hf": "convert = to_hf.convert_bench; convert.SHAPE = type(convert.SHAPE)('small', 64, 1, 32, 64, 256)",
     "training_checkpoint": "config = training_checkpoint.LlamaConfig; training_checkpoint.FAR = 100; "
     f"training_checkpoint.LlamaConfig = lambda **given: config(**given | {SHAPE})",
 }

@@ -19,7 +19,6 @@ from uptrain.training.loss_rise import rise_warning
 from uptrain.training.metrics_log import read_metrics
 
 
-
 @click.command("export")
 @click.argument("run", type=PathType())
 @click.argument("out", type=PathType())

@@ -30,7 +30,7 @@ def command(
     """Train RUN for longer, in a new folder. Give one of --alpha, --tokens and --steps.
 
     Training continues from the checkpoint before the decay of the learning rate. The result is that of a run planned
-    this long from the start. The warm-up keeps its length.
+    this long from the start, with RUN's warm-up.
     """
     stop_request.install()
     from uptrain.runs.make_folder import refuse_existing

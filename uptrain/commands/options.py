@@ -80,7 +80,7 @@ def shard_option(help: str) -> Callable[[Command], Command]:
         "machine_shard",
         metavar="I/N",
         callback=lambda context, parameter, text: None if text is None else _parse_machine_shard(text),
-        help=f"{help} Afterwards, the same command without --shard joins the parts.",
+        help=f"{help} Afterwards, the same command without --shard joins the shards.",
     )
 
 
@@ -138,7 +138,7 @@ def budget_options(command: Command) -> Command:
                      "source]"),
         count_option("--original-tokens", "Tokens of the original pre-training, e.g. 2T.  [default: from the table]"),
         count_option("--global-batch-tokens",
-                     "Tokens of one optimizer step, over all processes.  [default: the original's]"),
+                     "Tokens of one optimizer step, over all processes.  [default: that of the original pre-training]"),
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def schedule_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--lr", type=FiniteFloat(), metavar="LR",
-                     help="Peak learning rate.  [default: a share of the original's, see docs/training.md]"),
+                     help="Peak learning rate.  [default: a share of the original pre-training's, see docs/training.md]"),
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
                      help="wsd: constant, then falls to 0 over the last fifth. cosine: falls to a tenth. "
                      "constant: does not fall. inverse-sqrt: the GQA paper's."),

@@ -85,7 +85,7 @@ KINDS = {
     "--memory",
     type=SizeType(least=10**4),
     metavar="SIZE",
-    help="Memory of a device, e.g. 24GB. Also name commands that fit.",
+    help="Memory that a run may take on a device: 8 % less than it has, e.g. 22GB of 24GB. Also name commands that fit.",
 )
 @click.option("--details", is_flag=True, help="Also show all choices of --trainable, and the learning rates.")
 @json_option("Print the plan as JSON.")
@@ -162,7 +162,7 @@ def _check_inputs(
     if find_spec("torch") is None:
         return ["whether `uptrain run` takes this model and data was not checked, because that needs torch."]
     from uptrain.data.checks import check_tokenizer
-    from uptrain.models.checks import check_models, tokenizer_warning
+    from uptrain.models.checks import check_models, check_teacher_tokenizer
     from uptrain.runs.checks import check_is_not_student
 
     if data is not None:
@@ -172,7 +172,7 @@ def _check_inputs(
     if teacher is None:
         return []
     check_is_not_student(model, teacher)
-    warning = tokenizer_warning(model, teacher)
+    warning = check_teacher_tokenizer(model, teacher)
     return [] if warning is None else [warning]
 
 

@@ -64,7 +64,7 @@ MAX_IGNORED_SHOWN = 10
 @click.option(
     "--workers", type=WholeNumber(min=1), metavar="N", help="Processes that tokenise.  [default: one per core]"
 )
-@shard_option("Tokenise only the I-th of N parts, on one of several machines that share the folder of CACHE.")
+@shard_option("Tokenise only the I-th of N shards, on one of several machines that share the folder of CACHE.")
 @json_option()
 def command(**options: Any) -> None:
     """Tokenise texts once, into a token cache.

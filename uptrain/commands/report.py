@@ -8,7 +8,6 @@ from model.common.command_options import PathType
 from model.common.console import echo
 
 
-
 @click.command("report")
 @click.argument("runs", type=PathType(), nargs=-1, required=True, metavar="RUN…")
 @click.option(

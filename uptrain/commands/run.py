@@ -217,7 +217,7 @@ def command(**options: Any) -> None:
 
     The loss is next-token prediction, or with --teacher the divergence from the parent's distribution. Give one of
     --alpha, --tokens and --steps. For several GPUs, use scripts/uptrain_multi_gpu.sh. Ctrl-C saves and stops;
-    `uptrain resume RUN` continues exactly where it stopped.
+    `uptrain resume RUN` continues where it stopped.
     """
     stop_request.install()
     _drop_overridden_lengths(options)

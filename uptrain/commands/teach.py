@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from uptrain.machine_shards import MachineShard
 
 
-
 @click.command("teach")
 @click.argument("model", type=ModelFolder())
-@click.option("--data", type=PathType(), required=True, metavar="CACHE", help="The token cache that runs will train on.")
+@click.option("--data", type=PathType(), required=True, metavar="CACHE", help="The token cache that runs train on.")
 @click.option("--out", type=PathType(), required=True, metavar="LOGITS", help="The folder of logits to write.")
 @click.option(
     "--top-k",
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     help="Log-probabilities to keep for each token. The probabilities of all other tokens are summed.",
 )
 @shard_option(
-    "Compute only the I-th of N parts, on one of several devices or machines that share the folder of LOGITS."
+    "Compute only the I-th of N shards, on one of several devices or machines that share the folder of LOGITS."
 )
 @json_option()
 def command(

@@ -65,7 +65,7 @@ def check_packing(model: LanguageModel, seq_len: int) -> None:
         model.check_packing(seq_len)
 
 
-def tokenizer_warning(folder: Path, teacher: Path) -> str | None:
+def check_teacher_tokenizer(folder: Path, teacher: Path) -> str | None:
     """Compare the student's tokenizer with the teacher's; they may split texts differently.
 
     Returns a warning if one cannot be opened: then nothing is compared, since the data may be tokenised already. Raises

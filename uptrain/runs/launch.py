@@ -42,7 +42,7 @@ from uptrain.data.teacher_logits import TeacherLogits
 from uptrain.data.token_cache import TokenCache
 from uptrain.distributed.accelerator import check_launcher, check_trackers, uses_gpu
 from uptrain.distributed.collectives import destroy_process_group, on_main_without_group, warn_on_local_main
-from uptrain.models.checks import check_init, check_models, tokenizer_warning
+from uptrain.models.checks import check_init, check_models, check_teacher_tokenizer
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, epochs_of, own_logits_warning
 from uptrain.runs.extend import extend, extended_steps
@@ -110,7 +110,7 @@ def _check_options(options: RunOptions, folder: Path, settings: Settings, seq_le
     check_models(options.model, options.teacher, seq_lens, settings.trainable, settings.lora_rank)
     if options.teacher:
         warn_on_local_main(
-            tokenizer_warning(folder, options.teacher),
+            check_teacher_tokenizer(folder, options.teacher),
             teacher_warning(options.model, options.teacher) if options.model else None,
         )
         if settings.loss == "distill":
