@@ -147,7 +147,8 @@ def schedule_options(command: Command) -> Command:
     return add_options(
         command,
         click.option("--lr", type=FiniteFloat(), metavar="LR",
-                     help="Peak learning rate.  [default: a share of the original pre-training's, see docs/training.md]"),
+                     help="Peak learning rate.  [default: a share of the original pre-training's, see "
+                     "docs/training.md]"),
         click.option("--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
                      help="wsd: constant, then falls to 0 over the last fifth. cosine: falls to a tenth. "
                      "constant: does not fall. inverse-sqrt: the GQA paper's."),

@@ -85,7 +85,8 @@ KINDS = {
     "--memory",
     type=SizeType(least=10**4),
     metavar="SIZE",
-    help="Memory that a run may take on a device: 8 % less than it has, e.g. 22GB of 24GB. Also name commands that fit.",
+    help="Memory that a run may take on a device: 8 % less than it has, e.g. 22GB of 24GB. Also name commands that "
+    "fit.",
 )
 @click.option("--details", is_flag=True, help="Also show all choices of --trainable, and the learning rates.")
 @json_option("Print the plan as JSON.")
