@@ -19,6 +19,8 @@ from model.files.write import sync_file
 
 FINISHED = "finished"
 """An empty file in the folder of the layers, which says that all of them are written."""
+STATES = "states-*.npy"
+"""Pattern of the files of states between layers in that folder."""
 
 
 def save_layer(layer: ConvertedLayer, conversion: LayerConversion, folder: Path) -> None:
@@ -69,12 +71,13 @@ def _output_error(file: Mapping[str, Any]) -> float | None:
 
 @contextmanager
 def _open_layer(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Open the file of a layer. Raises RunError, and removes it and FINISHED, if it is missing or damaged."""
+    """Open the file of a layer. Raises RunError if it is missing or damaged, after removing it, FINISHED and states."""
     try:
         # numpy would leave a damaged file open.
         with _READING, path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             yield file
     except (BadZipFile, EOFError, FileNotFoundError, KeyError, ValueError) as error:
-        for left in (path.parent / FINISHED, path):
+        # With the states after the last layer, which a kill may have left, the next run would compute no layer.
+        for left in (path.parent / FINISHED, path, *path.parent.glob(STATES)):
             left.unlink(missing_ok=True)
         raise RunError(f"{path} is damaged ({error!r}); the same command computes it again") from error

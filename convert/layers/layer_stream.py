@@ -24,6 +24,7 @@ from torch import Tensor
 from convert.calibration_text.choices import VALIDATION_EVERY
 from convert.calibration_text.text import CalibrationText
 from convert.errors import NO_TORCH, UnsupportedMethodError
+from convert.layer_tensors.layer_file import STATES
 from convert.layers.native_layers import NativeModelLayers
 from convert.layers.runnable_layer import HeadObserver, ModelLayers, RunnableLayer
 from model.checkpoint import Checkpoint
@@ -202,7 +203,7 @@ def check_tokens(layers: ModelLayers, text: CalibrationText) -> None:
 
 def last_states(folder: Path) -> Path:
     """Return the file of the last layer's output states. Call after `iter_layers`."""
-    (last,) = folder.glob("states-*.npy")
+    (last,) = folder.glob(STATES)
     return last
 
 
@@ -212,7 +213,7 @@ def _states(folder: Path, index: int) -> Path:
 
 def _begin(layers: ModelLayers, text: CalibrationText, windows: CalibrationWindows, folder: Path) -> int:
     """Return the layer to resume at; write the embeddings on a fresh start."""
-    states = sorted(folder.glob("states-*.npy"))
+    states = sorted(folder.glob(STATES))
     for old in states[:-1]:
         old.unlink()
     if states:

@@ -45,16 +45,11 @@ def build_record(checkpoint: Checkpoint, plan: Plan, staging: Staging) -> dict[s
         **plan.recipe.record,
         **({"groups": plan.n_kv_heads} if isinstance(plan, MergePlan) else {}),
         "geometry": planned["geometry"],
-        "versions": {name: version(name) for name in _packages(plan)},
+        "versions": {name: version(name) for name in plan.packages},
         "merge_report": _merge_report(plan, staging),
         **_layer_errors(plan, staging),
         "sha256": {name: digests[name] for name in plan.tensors if name in digests},
     }
-
-
-def _packages(plan: Plan) -> tuple[str, ...]:
-    """Return the packages on which the numbers of a conversion depend."""
-    return ("groupwise", "numpy", "ml-dtypes", *(("torch", "transformers") if plan.recipe.text else ()))
 
 
 def planned_record(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from model.checkpoint.hub import sha256_in_cache
 from model.checkpoint.safetensors_writer import ShardFile, header_bytes
 from model.common.console import Advance
 from model.common.machine import available_memory
-from model.files.staging import Staging
+from model.files.staging import CHECKSUM, Staging
 from model.files.write import file_sha256
 
 COPY_BYTES = 64 << 20
@@ -87,7 +87,7 @@ def _record_checksum(staging: Staging, path: Path, stop: threading.Event) -> int
 
 def checksum_key(path: Path) -> str:
     """Return the journal key of a source file's SHA-256."""
-    return f"sha256 {path.name}"
+    return f"{CHECKSUM}{path.name}"
 
 
 class _ShardJob:
@@ -151,8 +151,10 @@ class _ShardJob:
         return 0
 
     def close(self) -> None:
+        """Close the shard, and remove it if it is not finished: no other run continues it."""
         if self._file is not None:
             self._file.close()
+            self._partial.unlink(missing_ok=True)
 
     def _write_computed(self, output: OutputTensor) -> int:
         """Write a tensor that differs from the source's: merged or scaled rows, or those of a converted layer."""

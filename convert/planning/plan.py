@@ -15,6 +15,7 @@ from convert.recipe import Recipe
 from model.attention_layout import Heads
 from model.checkpoint import Checkpoint, Shard, TensorInfo
 from model.checkpoint.safetensors_writer import DEFAULT_SHARD_SIZE, divide, header_bytes, name_shards
+from model.checkpoint.same_bytes import digest_of_samples
 from model.geometry import Geometry
 
 MERGE_MEMORY = 256_000_000
@@ -68,6 +69,11 @@ class Plan(ABC):
     @abstractmethod
     def kv_cache_bytes(self) -> tuple[int, int]:
         """Bytes of one token in the KV cache of all layers at 16 bits a number, before and after."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages on which the numbers of the conversion depend."""
+        return ("groupwise", "numpy", "ml-dtypes", *(("torch", "transformers") if self.recipe.text else ()))
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -196,17 +202,19 @@ def lay_out(
 def inputs_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, object]:
     """Return everything the output depends on, each under its name for users; cheap enough for every conversion.
 
-    Of the source's files it has names and versions as they were opened, and names, dtypes and shapes of tensors.
+    Of the source's files it has names and versions as they were opened; of its tensors names, dtypes, shapes and
+    samples.
     """
     recipe = dict(plan.recipe.record)
     recipe.pop("calibration", None)  # it has the name of the text, which may be written in several ways
     return {
-        "version of Groupwise": version("groupwise"),
+        "set of package versions": {name: version(name) for name in plan.packages},
         "SOURCE": [
             checkpoint.config_bytes.decode(errors="replace"),
             [[path.name, *checkpoint.version(path)] for path in checkpoint.weight_files],
             [[shard.name, shard.tensors, dict(shard.metadata)] for shard in checkpoint.shards],
             [[tensor.name, tensor.dtype, tensor.shape] for tensor in checkpoint.tensors.values()],
+            digest_of_samples(checkpoint),
             plan.code and plan.code.settings,
         ],
         "number of K/V heads": plan.n_kv_heads,

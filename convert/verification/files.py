@@ -13,7 +13,7 @@ from convert.verification.comparison import Comparison
 from model.checkpoint.hf_folder import INDEX
 from model.checkpoint.safetensors_writer import index_bytes
 from model.common.checks import is_finite, short_repr
-from model.files.names import CONVERSION_RECORD, MODEL_CARD
+from model.files.names import CALIBRATION_TOKENS, CONVERSION_RECORD, MODEL_CARD
 from model.files.read import parse_json, starts_with_bom
 from model.files.write import has_content
 
@@ -156,6 +156,8 @@ def _compare_side_files(comparison: Comparison) -> None:
             differences.append(f"the file {name} differs from what the conversion writes")
     comparison.findings.n_files = len(expected)
     unexpected = [*sorted(out.side_files.keys() - expected.keys()), *out.skipped_files]
+    if plan.recipe.text is None and (out.path / CALIBRATION_TOKENS).exists():
+        unexpected.append(CALIBRATION_TOKENS)
     for name in (name for name in unexpected if name not in OF_THE_HUB):
         differences.append(f"the file {name} is not the source's")
     for shard in out.shards:

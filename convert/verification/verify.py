@@ -31,7 +31,7 @@ from convert.verification.layers import (
 )
 from convert.verification.recorded_recipe import recorded_recipe
 from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.formats.safetensors import SafetensorsFolder
+from model.checkpoint.formats.safetensors import SafetensorsFolder, read_exactly
 from model.common import console
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import CheckpointError
@@ -208,15 +208,19 @@ def _compare_tensor(comparison: Comparison, layers: ConvertedLayerCache | None, 
         expected, origin = _source_bytes(source, name), "copied from the source"
     span = out.span(name)
     assert span is not None  # OUT is safetensors, which stores tensors as plain bytes
+    n_compared = 0
     with span.path.open("rb", buffering=0) as file:
         for offset, piece in expected:
-            file.seek(span.offset + offset)
-            if file.read(len(piece)) != piece:
+            actual = bytearray(len(piece))
+            read_exactly(file.fileno(), memoryview(actual), span.offset + offset, span.path)
+            if actual != piece:
                 return [f"the tensor {name} differs from the one {origin}"]
+            n_compared += len(piece)
+    assert n_compared == span.length, (name, n_compared, span.length)
     return []
 
 
-Pieces = Iterator[tuple[int, bytes]]
+Pieces = Iterator[tuple[int, bytes | bytearray]]
 """The expected content of a tensor of OUT: pieces of bytes, each with its offset."""
 
 
@@ -246,9 +250,10 @@ def _source_bytes(source: Checkpoint, name: str) -> Pieces:
         yield from _read(source, name, 0, n_rows, max(1, tensor.nbytes // max(n_rows, 1)))
         return
     with span.path.open("rb", buffering=0) as file:
-        file.seek(span.offset)
         for start in range(0, span.length, PIECE):
-            yield start, file.read(min(PIECE, span.length - start))
+            piece = bytearray(min(PIECE, span.length - start))
+            read_exactly(file.fileno(), memoryview(piece), span.offset + start, span.path)
+            yield start, piece
 
 
 def _read(source: Checkpoint, name: str, row: int, n_rows: int, row_nbytes: int) -> Pieces:

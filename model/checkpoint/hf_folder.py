@@ -191,7 +191,7 @@ def list_files(
     side_files: dict[str, Path | bytes] = {}
     skipped_files: list[str] = []
     seen: dict[Path, Path] = {}
-    for root, subfolders, names in os.walk(folder, followlinks=True):
+    for root, subfolders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         here = Path(root)
         if len(here.parts) - len(folder.parts) > MAX_LEVELS:
             raise CheckpointError(f"{folder} holds folders more than {MAX_LEVELS} levels deep; move them elsewhere.")
@@ -219,6 +219,13 @@ def list_files(
                 refuse_lfs_pointer(path)
                 side_files[relative] = path
     return side_files, tuple(skipped_files)
+
+
+def _refuse(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed; its files would be missing in the output."""
+    if isinstance(error, PermissionError):
+        raise CheckpointError(f"the folder {error.filename} cannot be read; make it readable, or move it elsewhere.")
+    raise error
 
 
 def _reason_to_skip(path: Path, folder: Path) -> str | None:

@@ -17,8 +17,9 @@ from model.checkpoint.interface import Shard
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.typed_json import json_bytes
 
-# Errors of an unsupported copy_file_range (other file system, old kernel, sandbox). Data is then read and written.
-_NOT_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
+# Errors of an unsupported copy_file_range (other file system, old kernel, sandbox; EIO on CIFS). Data is then read and
+# written, which fails again if the disk has failed.
+_NOT_IN_KERNEL = {errno.EIO, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF}
 _COPY_BYTES = 1 << 20
 """Bytes that are copied at a time outside the kernel."""
 DEFAULT_SHARD_SIZE = 5_000_000_000

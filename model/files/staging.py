@@ -33,6 +33,8 @@ from model.files.paths import MAX_NAME, check_name
 from model.files.write import remove_temporary_files, replace_file, sync_folder
 
 _PREFIX, _SUFFIX = ".", ".groupwise"
+CHECKSUM = "sha256 "
+"""How the journal's keys of checksums begin."""
 AREAS = f"{_PREFIX}*{_SUFFIX}"
 """Pattern of the names of staging areas."""
 _MAX_OUT_NAME = MAX_NAME - len(_PREFIX + _SUFFIX) - len("-01234567.owner")
@@ -216,8 +218,9 @@ class Staging:
 
     @property
     def holds_finished_work(self) -> bool:
-        """Whether a piece is finished."""
-        return bool(self.finished) or any(True for pattern in self._patterns for _ in self.scratch.rglob(pattern))
+        """Whether a piece is finished. A checksum is none: to compute it again takes seconds."""
+        pieces = (name for name in self.finished if not name.startswith(CHECKSUM))
+        return any(True for _ in pieces) or any(True for pattern in self._patterns for _ in self.scratch.rglob(pattern))
 
     def record(self, name: str, record: Any) -> None:
         """Append a finished piece to the journal. (If a power failure loses the line, the piece is rebuilt.)"""

@@ -148,3 +148,19 @@ def test_memory_of_calibrating_a_7b_shape(place, groups, refine, limit):
     print(f"{groups} groups: {resident:.0f} MB resident, estimate {planned['peak_memory_bytes'] / 1e6:.0f} MB")
     assert resident <= limit
     assert resident <= planned["peak_memory_bytes"] / 1e6
+
+
+def test_storing_the_tokens_takes_little_memory():
+    """At its highest preset, xz would reserve 674 MB, after hours of calibration."""
+    code = """
+import resource
+import numpy as np
+import psutil
+from convert.calibration_text.read import stored_tokens
+from convert.calibration_text.text import CalibrationText
+text = CalibrationText("a text", 64, 1024, np.arange(1 << 16).reshape(64, 1024) % 49_152)
+limit = psutil.Process().memory_info().vms + 150_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+stored_tokens(text)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

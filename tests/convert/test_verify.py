@@ -1,10 +1,13 @@
 """`convert verify` passes good outputs and finds every kind of change."""
 
 import json
+import os
 import re
 import shutil
 import time
 from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
 
 import pytest
 import tiny
@@ -52,6 +55,34 @@ def test_flipped_byte_in_an_untouched_tensor(convert, source, out):
     result = convert("verify", source, out)
     assert result.code == 3
     assert "model.layers.1.mlp.down_proj.weight differs from the one copied" in result.err
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_short_reads(convert, source, out, monkeypatch, is_flipped):
+    """As of FUSE with direct_io: a read may return fewer bytes than were asked for."""
+
+    class ShortReads(FileIO):
+        def read(self, size=-1):
+            return super().read(min(size, 1000) if size > 0 else size)
+
+    real, preadv = Path.open, os.preadv
+
+    def opened(path, mode="r", buffering=-1, *arguments, **options):
+        is_raw = (mode, buffering) == ("rb", 0)
+        return ShortReads(path) if is_raw else real(path, mode, buffering, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [views[0][:1000]], at))
+    if is_flipped:
+        flip(out, "model.embed_tokens.weight", byte=4000)
+    result = convert("verify", source, out)
+    assert (result.code, "embed_tokens.weight differs" in result.err) == ((3, True) if is_flipped else (0, False))
+
+
+def test_the_tokens_of_another_conversion(convert, source, out):
+    (out / "groupwise_calibration.xz").write_text("private")
+    result = convert("verify", source, out)
+    assert (result.code, "groupwise_calibration.xz is not the source's" in result.err) == (3, True)
 
 
 def test_flipped_byte_in_a_merged_tensor(convert, source, out):

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from self_kill import kill_at_every_step, run_self_killing
 
+from convert.planning import plan
 from scripts.bench.llama_checkpoint import TINY_LLAMA, write_random
 
 
@@ -86,6 +87,28 @@ def test_other_parameters_or_inputs_do_not_continue(convert, source, tmp_path, e
     convert(*arguments).succeeded()
     convert("verify", source, out).succeeded()
     assert json.loads((out / "groupwise.json").read_text())["method"] == method
+
+
+def test_another_model_with_the_same_sizes_and_times_does_not_continue(convert, tmp_path, kill_at):
+    """As the files of a Nix store, or of an image that was built with one date for all."""
+    one, other = (tiny.save(tiny.build(seed=seed), tmp_path / f"{seed}", max_shard_size="30KB") for seed in (1, 2))
+    for path in (*one.iterdir(), *other.iterdir()):
+        os.utime(path, (1, 1))
+    arguments = ("--groups", 2, "--method", "mean", "--workers", 1)
+    kill_at(10, "mha-to-gqa", one, tmp_path / "out", *arguments)
+    assert list((tmp_path / ".out.groupwise/folder").glob("*.safetensors"))
+    convert("mha-to-gqa", other, tmp_path / "out", *arguments).refused("a command with another SOURCE;")
+    convert("mha-to-gqa", one, tmp_path / "out", *arguments).succeeded()
+    convert("verify", one, tmp_path / "out").succeeded()
+
+
+def test_other_versions_of_packages_do_not_continue(convert, source, tmp_path, kill_at, monkeypatch):
+    arguments = ("mha-to-gqa", source, tmp_path / "out", "--groups", 2, "--method", "mean", "--workers", 1)
+    kill_at(10, *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "version", lambda name: "0.1")
+        convert(*arguments).refused("a command with another set of package versions;")
+    convert(*arguments).succeeded()
 
 
 def test_torn_journal_line_is_as_if_not_written(convert, source, tmp_path, expected, kill_at):
