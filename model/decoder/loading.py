@@ -112,7 +112,10 @@ def load_llama(
     model, names = build_meta(checkpoint)
     dtype = dtype or _common_dtype(checkpoint, names)
     for name, parameter in [(n, p) for n, p in model.named_parameters() if n not in skip]:
-        _put(model, name, _read_checked(checkpoint, names[name], parameter, dtype, device))
+        tensor = _read_checked(checkpoint, names[name], parameter, dtype, device)
+        if name.endswith(".bias") and dtype is None:  # a GGUF's is float32; torch adds one of the matrix's dtype only
+            tensor = tensor.to(_matrix_dtype(checkpoint, names))
+        _put(model, name, tensor)
     return model.eval()
 
 
@@ -164,6 +167,12 @@ def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype 
     """Return the widest dtype of the matrices, because they are multiplied with each other; None if all are equal."""
     dtypes = matrix_dtypes(checkpoint, names.values())
     return functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+
+
+def _matrix_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype:
+    """Return the dtype of the matrices, if all have the same."""
+    (dtype,) = matrix_dtypes(checkpoint, names.values())
+    return dtype
 
 
 def matrix_dtypes(checkpoint: Checkpoint, names: Iterable[str]) -> set[torch.dtype]:

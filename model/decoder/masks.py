@@ -39,6 +39,8 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
 
     `dense` forces the T x T mask, which windows without packed attention need too.
     """
+    if window is not None and documents_BT.shape[1] <= window:  # it hides nothing
+        window = None
     begins_BT = _begins(documents_BT)
     if packed:
         starts = begins_BT.flatten().nonzero().flatten().to(torch.int32)

@@ -26,6 +26,10 @@ class LockedError(Exception):
     """Another process holds the lock; the message names it."""
 
 
+class LockLostError(RunError):
+    """Another process has taken the lock, or somebody has removed its file."""
+
+
 class FileLock:
     """An exclusive lock on a file created for it; a context manager. The lock ends with the process that holds it.
 
@@ -102,7 +106,7 @@ class FileLock:
         self._descriptor, self._is_held, self._owns_file = -1, False, False
 
     def check(self) -> None:
-        """Raise RunError if the file names another process, or is gone.
+        """Raise LockLostError if the file names another process, or is gone.
 
         So it is if flock(2) holds on one machine only (Lustre with `-o localflock`, NFS with `-o nolock`), and another
         machine has locked the file too. A file that cannot be read for the moment says nothing.
@@ -113,7 +117,7 @@ class FileLock:
             return
         if owner != self._identity:
             taken = f"names {_describe(owner)}" if owner else "is gone"
-            raise RunError(
+            raise LockLostError(
                 f"{self.path} {taken}: another process writes here too, because locks of this file system hold on one "
                 "machine only, or because the file was removed. Stop all but one of them"
             )

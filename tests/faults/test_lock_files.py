@@ -2,18 +2,22 @@
 
 import errno
 import fcntl
+import json
 import os
 import resource
 import shutil
 
 import pytest
+import real_runs
 import tiny
 from commands import MEAN
 
 from model.common.errors import CheckpointError, InputError, RunError
 from model.files import lock
-from model.files.lock import FileLock
+from model.files.lock import FileLock, LockLostError
 from model.files.staging import Staging
+from uptrain.checkpoints import store
+from uptrain.runs import start_and_resume
 from uptrain.runs.run_folder import locked
 
 
@@ -68,6 +72,25 @@ def test_a_second_machine_is_noticed_before_anything_is_published(tmp_path, loca
             second.record_file("shard", {})  # the first has not removed the lock of the second
             second.publish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_training_ends_once_another_has_taken_its_run(uptrain, tmp_path, monkeypatch):
+    """It records nothing more, and leaves the other's state as it is. One look alone may be wrong."""
+    (tmp_path / "inputs").mkdir()
+    inputs = real_runs.make_inputs(tmp_path / "inputs")
+    looks = []
+
+    def check(self):
+        looks.append(None)
+        if len(looks) == 2 or len(looks) > 4:
+            raise LockLostError("the lock names another process")
+
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(start_and_resume._RunLock, "check", check)
+    result = uptrain(*real_runs.arguments(inputs, tmp_path / "run", "--save-every", 100, steps=200))
+    assert (result.code, result.err.splitlines()[-1]) == (1, "Error: the lock names another process")
+    assert len(real_runs.steps(tmp_path / "run")) == 5
+    assert json.loads((tmp_path / "run/run_state.json").read_text())["status"] == "running"
 
 
 def test_a_removed_lock_is_noticed(tmp_path):

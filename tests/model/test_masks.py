@@ -19,6 +19,16 @@ def test_one_border_anywhere(row, border):
     assert document_mask(documents, None) == Mask(segments=tuple(sorted(whole + parts)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [N_TOKENS, 4096])
+def test_a_window_as_long_as_the_rows_needs_no_mask(window, packed):
+    """As that of Mistral 7B, trained in windows of 4,096."""
+    documents = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]])
+    with_window, without = (document_mask(documents, each, packed) for each in (window, None))
+    assert (with_window.segments, with_window.window, with_window.allowed_B1TS) == (without.segments, None, None)
+    assert document_mask(documents, N_TOKENS - 1).allowed_B1TS is not None
+
+
 def test_a_document_a_row_needs_no_mask():
     assert document_mask(torch.tensor([[0] * N_TOKENS, [7] * N_TOKENS]), None) == Mask()
 

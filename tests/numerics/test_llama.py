@@ -7,6 +7,7 @@ import os
 import pytest
 import tiny
 import torch
+from gguf_files import write_gguf
 from llama_pairs import FAMILIES, ROPES, pair, random_ids
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -272,6 +273,17 @@ def test_matrices_of_several_dtypes_are_widened(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, tensors["model.layers.0.self_attn.q_proj.weight"])
     assert len(generate(model, [[1, 2, 3]], 4)[0]) == 4
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_biases_of_a_gguf_are_float32(tmp_path, kind):
+    """They take the matrices' dtype, without which torch does not add them."""
+    path = write_gguf(tmp_path / "model.gguf", tiny.build("qwen2", vocab_size=300), kind)
+    model = load_model(path)
+    attention = model.model.layers[0].self_attn
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    assert {attention.q_proj.bias.dtype, attention.q_proj.weight.dtype} == {dtype}
+    assert len(generate(model, [[1, 2, 3]], 4, stop_ids=[])[0]) == 4
 
 
 def test_generation_refuses_a_folder_without_model_or_tokenizer(generation, tmp_path):

@@ -21,6 +21,7 @@ from torch import nn
 
 from model.common.errors import InputError, RunError
 from model.common.typed_json import json_bytes
+from model.files.lock import LockLostError
 from model.files.paths import leads_outside
 from model.files.write import sync_file, sync_folder
 from uptrain.checkpoints.files import (
@@ -55,11 +56,15 @@ class VerifiedCheckpoint:
     """Damage of newer checkpoints, one line each."""
 
 
+LOCK_SECONDS = 5
+"""Seconds between two looks at the run's lock."""
+
+
 class CheckpointStore:
     """Checkpoints of one run. All methods are collective: every rank must call them.
 
-    `check_lock` is called on the main process before a checkpoint is published. It raises RunError if another training
-    writes into the run, see `FileLock.check`.
+    `check_lock` is called on the main process before a checkpoint is published, and by `has_lost_lock`. It raises
+    LockLostError if another training writes into the run, see `FileLock.check`.
     """
 
     def __init__(self, folder: Path, accelerator: Accelerator, keep_last: int, check_lock: Callable[[], None]) -> None:
@@ -67,6 +72,7 @@ class CheckpointStore:
         self._accelerator = accelerator
         self._keep_last = keep_last
         self._check_lock = check_lock
+        self._looked_at_lock, self._was_lost = time.monotonic(), False
         self._damaged: list[Path] = []
 
     def clean_up(self) -> None:
@@ -146,12 +152,33 @@ class CheckpointStore:
             raise SaveError(f"{free:,} bytes are free, but a checkpoint needs {required:,.0f}")
         unfinished.mkdir(parents=True)
 
+    def check_lock(self) -> None:
+        """Raise an error on all ranks if another training has taken the lock."""
+        on_main(self._accelerator, self._check_lock)
+
+    def has_lost_lock(self) -> bool:
+        """Return whether another training has taken the lock; not collective, and False on other ranks than the main.
+
+        Two looks in a row must find it, LOCK_SECONDS apart: a shared disk may lose sight of a file for a moment.
+        """
+        now = time.monotonic()
+        if not self._accelerator.is_main_process or now < self._looked_at_lock + LOCK_SECONDS:
+            return False
+        self._looked_at_lock = now
+        was_lost = self._was_lost
+        try:
+            self._check_lock()
+            self._was_lost = False
+        except LockLostError:
+            self._was_lost = True
+        return was_lost and self._was_lost
+
     def _finish(self, unfinished: Path, final: Path, state: CheckpointState) -> None:
         """Sync the files and compute their checksums; then write state and manifest, and rename the folder."""
         with self._raising_together():
             sums = self._sync_and_sum(unfinished)
         all_sums = all_gather(self._accelerator, sums)
-        on_main(self._accelerator, self._check_lock)
+        self.check_lock()
         with self._raising_together():
             if self._accelerator.is_main_process:
                 files = {name: entry for of_rank in all_sums for name, entry in of_rank.items()}

@@ -28,7 +28,7 @@ from model.common.errors import InputError
 from model.common.processes import pid_namespace, process_start
 from model.common.typed_json import json_bytes
 from model.decoder.devices import fast_float32_matmul
-from model.files.lock import FileLock
+from model.files.lock import FileLock, LockLostError
 from model.files.names import RUN_JSON
 from model.files.write import replace_file
 from uptrain.budget.budget import Budget
@@ -193,7 +193,7 @@ def train_run(
             reason = train(training, progress)
     except Exception as error:
         failure = explain_error(error, folder, progress.step, accelerator)
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and not isinstance(error, LockLostError):  # the run is another training's now
             status = "halted" if isinstance(error, RunHaltedError) else "failed"
             _write_last_run_state(folder, status, progress.step, str(failure))
         if failure is error:

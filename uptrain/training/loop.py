@@ -288,13 +288,17 @@ def _clip(training: Training) -> Tensor:
 def _fetch(training: Training, loss_sum: Tensor, grad_norm: Tensor) -> tuple[float, float, _Due]:
     """Return the loss sum of all processes, the gradient norm, and what is due.
 
-    This takes one all-reduce, and one copy to the host, which waits for the device.
+    This takes one all-reduce, and one copy to the host, which waits for the device. Raises LockLostError, or RunError
+    on other ranks than the main, if another training has taken the run's lock.
     """
     now = time.monotonic()
     wants_stop = bool(training.stop_request.reason) or now >= training.deadline
     wants_save = now >= training.save_tried_at + SAVE_SECONDS
-    sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(wanted)) for wanted in (wants_stop, wants_save))])
-    total, stops, saves, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
+    wanted = (wants_stop, wants_save, training.checkpoints.has_lost_lock())
+    sums = torch.stack([loss_sum, *(torch.full_like(loss_sum, float(each)) for each in wanted)])
+    total, stops, saves, lost, norm = torch.cat([all_reduce_sum(training.accelerator, sums), grad_norm[None]]).tolist()
+    if lost:
+        training.checkpoints.check_lock()
     return total, norm, _Due(stops > 0, saves > 0)
 
 
