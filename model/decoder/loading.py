@@ -110,11 +110,13 @@ def load_llama(
     """Load an open checkpoint into the native model, except the parameters of `skip`."""
     checkpoint = without_latent_norm(checkpoint)
     model, names = build_meta(checkpoint)
-    dtype = dtype or _common_dtype(checkpoint, names)
+    dtypes = set() if dtype else matrix_dtypes(checkpoint, names.values())
+    if len(dtypes) > 1:  # matrices are multiplied with each other
+        dtype = functools.reduce(torch.promote_types, dtypes)
     for name, parameter in [(n, p) for n, p in model.named_parameters() if n not in skip]:
         tensor = _read_checked(checkpoint, names[name], parameter, dtype, device)
         if name.endswith(".bias") and dtype is None:  # a GGUF's is float32; torch adds one of the matrix's dtype only
-            tensor = tensor.to(_matrix_dtype(checkpoint, names))
+            tensor = tensor.to(next(iter(dtypes)))
         _put(model, name, tensor)
     return model.eval()
 
@@ -161,18 +163,6 @@ def check_readable(checkpoint: Checkpoint, name: str, scalar: bool = False) -> T
             f"which the model cannot be run with; start from the original model in {', '.join(FLOAT_DTYPES)}."
         )
     return tensor
-
-
-def _common_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype | None:
-    """Return the widest dtype of the matrices, because they are multiplied with each other; None if all are equal."""
-    dtypes = matrix_dtypes(checkpoint, names.values())
-    return functools.reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
-
-
-def _matrix_dtype(checkpoint: Checkpoint, names: dict[str, str]) -> torch.dtype:
-    """Return the dtype of the matrices, if all have the same."""
-    (dtype,) = matrix_dtypes(checkpoint, names.values())
-    return dtype
 
 
 def matrix_dtypes(checkpoint: Checkpoint, names: Iterable[str]) -> set[torch.dtype]:
