@@ -76,6 +76,8 @@ class ModelSizes:
     hidden_size: int
     latent: tuple[int, int] | None = None
     """The sizes of the latent and of the rotated key, with latent attention."""
+    v_head_dim: int = 0
+    """The size of a value head, with latent attention."""
 
 
 def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
@@ -88,8 +90,9 @@ def read_sizes(checkpoint: Checkpoint) -> ModelSizes:
         )
     keys = ("num_hidden_layers", "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "hidden_size")
     n_layers, n_heads, qk_nope_head_dim, qk_rope_head_dim, hidden_size = (_positive(config, key) for key in keys)
-    latent = (_positive(config, "kv_lora_rank"), qk_rope_head_dim)
-    return ModelSizes(n_layers, n_heads, n_heads, qk_nope_head_dim + qk_rope_head_dim, hidden_size, latent)
+    latent, v_head_dim = (_positive(config, "kv_lora_rank"), qk_rope_head_dim), _positive(config, "v_head_dim")
+    head_dim = qk_nope_head_dim + qk_rope_head_dim
+    return ModelSizes(n_layers, n_heads, n_heads, head_dim, hidden_size, latent, v_head_dim)
 
 
 def read_geometry(checkpoint: Checkpoint) -> Geometry:

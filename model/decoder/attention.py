@@ -63,13 +63,18 @@ def torch_has_packed_attention() -> bool:
 
 
 def has_flash_attention(x: Tensor, head_dim: int) -> bool:
-    """Return whether heads computed from x can use flash attention.
+    """Return whether heads computed from x can use flash attention."""
+    return flash_attention_on(x.device, matmul_dtype(x), head_dim)
+
+
+def flash_attention_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether heads of this dtype can use flash attention on a device.
 
     It needs CUDA, half precision, an Ampere GPU or newer, and a fitting head_dim.
     """
-    if not x.is_cuda or matmul_dtype(x) not in (torch.float16, torch.bfloat16):
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return is_flash_head_dim(head_dim) and gpu_has_flash_attention(x.device)
+    return is_flash_head_dim(head_dim) and gpu_has_flash_attention(device)
 
 
 def is_flash_head_dim(head_dim: int) -> bool:

@@ -1,5 +1,8 @@
 """What transformers' classes keep for the backward pass: as estimated, and without a mask for each layer."""
 
+from dataclasses import replace
+
+import latent
 import pytest
 import tiny
 import torch
@@ -70,6 +73,27 @@ def test_activations_are_what_autograd_saves(tmp_path, family, part):
     measured = saved_bytes(student, 2)
     assert 0.95 * measured <= estimated or family == "llama"
     assert measured == pytest.approx(estimated, rel=0.08)
+
+
+@pytest.mark.parametrize("part", ["all", "attention", "kv", "lora"])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1])
+def test_activations_of_llama_without_flash_attention(tmp_path, n_kv_heads, part):
+    """Attention copies each K/V head for its query heads, and keeps the copies."""
+    changes = {**SIZES, "num_key_value_heads": n_kv_heads, "num_hidden_layers": 24}
+    folder = tiny.save(tiny.build("llama", **changes), tmp_path / "model", "bfloat16")
+    estimator = replace(MemoryEstimator.read(folder, None, SEQ_LEN, lora_rank=4), repeats_kv=True)
+    estimated = estimator.memory(MemoryOptions(part, 2)).activations
+    assert saved_bytes(load_student(folder, part, 4).train(), 2) == pytest.approx(estimated, rel=0.02)
+
+
+@pytest.mark.parametrize("part", ["all", "attention", "kv", "lora"])
+def test_activations_of_latent_attention(tmp_path, convert, part):
+    source = latent.make_source(tmp_path / "source", num_hidden_layers=24, vocab_size=67)
+    sizes = ("--latent", 24, "--rope", 8, "--calibration", "none", "--dtype", "bfloat16")
+    convert("mha-to-mla", source, tmp_path / "model", *sizes).succeeded()
+    estimator = MemoryEstimator.read(tmp_path / "model", None, SEQ_LEN, lora_rank=4)
+    estimated = estimator.memory(MemoryOptions(part, 2)).activations
+    assert saved_bytes(load_student(tmp_path / "model", part, 4).train(), 2) == pytest.approx(estimated, rel=0.02)
 
 
 def test_recomputing_keeps_the_mask_and_one_layer(tmp_path):

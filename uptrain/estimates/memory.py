@@ -129,6 +129,8 @@ class MemoryEstimator:
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora_rank: int = DEFAULT_LORA_RANK
+    repeats_kv: bool = False
+    """Whether the own decoder's attention copies keys and values for each query head, as without flash attention."""
     always_float32_names: frozenset[str] = frozenset()
     """The tensors that are float32 even if they are frozen. A teacher has its own."""
     measure_kept: "Callable[[str], KeptBytes | InputError] | None" = None
@@ -275,7 +277,7 @@ class MemoryEstimator:
     def _layer_bytes(self, trainable: str) -> int:
         """Return the bytes per token that a layer of the own decoder keeps."""
         compute_bytes = COMPUTE_BYTES[self.precision]
-        layer = layer_activation_bytes(self.sizes, self.intermediate_size, trainable, compute_bytes)
+        layer = layer_activation_bytes(self.sizes, self.intermediate_size, trainable, compute_bytes, self.repeats_kv)
         if trainable == "lora":
             n_adapters = sum(tensor.name.endswith("lora_A") for tensor in self._adapters()) // self.sizes.n_layers
             layer += n_adapters * compute_bytes * self.lora_rank
@@ -371,17 +373,23 @@ def state_bytes(optimizer: str, shape: tuple[int, ...]) -> int:
     return ADAMW_BYTES * n
 
 
-def layer_activation_bytes(sizes: ModelSizes, intermediate_size: int, trainable: str, compute_bytes: int) -> int:
+def layer_activation_bytes(
+    sizes: ModelSizes, intermediate_size: int, trainable: str, compute_bytes: int, repeats_kv: bool = False
+) -> int:
     """Return the bytes per token that a layer keeps for the backward pass, for attention without a score matrix.
 
     A layer keeps the float32 inputs of its two norms; queries, keys, values, the attention output, and SwiGLU's gate,
-    activation and up in `compute_bytes` bytes. A trained projection also keeps its input, and a trained norm its
-    float32 result before the weight.
+    activation and up in `compute_bytes` bytes. `repeats_kv`: attention keeps keys and values of each query head. A
+    trained projection also keeps its input, and a trained norm its float32 result before the weight. Latent attention
+    keeps the latent too, and for a trained output projection its input, a copy of the attention output without padding.
     """
     hidden, query = sizes.hidden_size, sizes.n_heads * sizes.head_dim
-    kv = sizes.n_kv_heads * sizes.head_dim
+    kv = query if repeats_kv else sizes.n_kv_heads * sizes.head_dim
     layer = 2 * 4 * hidden + compute_bytes * (2 * query + 2 * kv + 3 * intermediate_size)
     layer += compute_bytes * hidden  # the input of keys and values
+    if sizes.latent is not None:
+        layer += compute_bytes * sizes.latent[0]
+        layer += compute_bytes * sizes.n_heads * sizes.v_head_dim if trainable != "kv" else 0
     if trainable in ("all", "attention"):
         layer += 4 * hidden
     if trainable == "lora":

@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.common.launcher_variables import world_size
+from model.decoder.attention import flash_attention_on
 from model.files.paths import check_name
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, check_default_lr, default_trainable, make_budget
@@ -58,7 +61,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
         loss=loss,
         steps=budget.steps,
         global_batch=global_batch,
-        micro_batch=_micro_batch(options, chosen, config, seq_len, n_windows, precision, lora_rank),
+        micro_batch=_micro_batch(options, chosen, config, seq_len, n_windows, precision, lora_rank, device),
         schedule=schedule.kind,
         lr=schedule.peak_lr,
         warmup_steps=schedule.warmup_steps,
@@ -118,6 +121,7 @@ def _micro_batch(
     n_windows: int,
     precision: str,
     lora_rank: int,
+    device: torch.device,
 ) -> int:
     """Return the micro-batch, in windows. The default fits the device if the model's memory can be estimated.
 
@@ -130,6 +134,9 @@ def _micro_batch(
     estimator = MemoryEstimator.read(
         options.model, options.teacher, seq_len, precision, options.optimizer, lora_rank or DEFAULT_LORA_RANK
     )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    has_flash = flash_attention_on(device, dtype, estimator.sizes.head_dim)
+    estimator = replace(estimator, repeats_kv=not has_flash)
     estimator.check_lora_rank(chosen.trainable)
     warn_on_local_main(estimator.activation_warning(chosen.trainable))
     if options.micro_batch:
