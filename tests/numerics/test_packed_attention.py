@@ -98,9 +98,9 @@ def test_training_in_bfloat16_gives_the_kernel_what_it_takes(tmp_path, monkeypat
 )
 def test_where_there_is_flash_attention(monkeypatch, dtype, head_dim, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
+    x = SimpleNamespace(dtype=dtype, device=torch.device("cuda"))
     assert has_flash_attention(x, head_dim) == has_packed_attention(x, head_dim) == expected
-    x.is_cuda = False
+    x.device = torch.device("cpu")
     assert not has_flash_attention(x, head_dim)
 
 

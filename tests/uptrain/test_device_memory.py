@@ -12,7 +12,7 @@ from llama_2_7b import QKVO, llama_2_7b, write_llama_2_7b
 
 from model.common.errors import InputError, RankError
 from model.decoder import chunk_size
-from model.geometry import Geometry
+from model.geometry import ModelSizes
 from uptrain.estimates.memory import (
     MemoryEstimator,
     MemoryOptions,
@@ -26,11 +26,11 @@ from uptrain.runs import device_memory, resolve_settings
 
 
 def models(taught=True, changed=frozenset(), **more):
-    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
+    sizes = ModelSizes(32, 32, 8, 128, 4096)
     teacher = llama_2_7b(32) if taught else ()
     own = llama_2_7b(8)
     same = frozenset(tensor.name for tensor in {*own} & {*teacher} if tensor.name not in changed)
-    return MemoryEstimator(tuple(own), tuple(teacher), same, {"model_type": "llama"}, geometry, 11008, 2048, **more)
+    return MemoryEstimator(tuple(own), tuple(teacher), same, {"model_type": "llama"}, sizes, 11008, 2048, **more)
 
 
 def test_other_families_are_read_in_float32_and_with_the_whole_teacher():
@@ -115,8 +115,8 @@ def test_a_7b_fits_where_it_should():
 
 
 def test_activations_of_llama_2_7b():
-    geometry = Geometry("llama", 32, 32, 8, 128, 4096, ())
-    kept = {part: layer_activation_bytes(geometry, 11008, part, 2) for part in ("all", "attention", "kv")}
+    sizes = ModelSizes(32, 32, 8, 128, 4096)
+    kept = {part: layer_activation_bytes(sizes, 11008, part, 2) for part in ("all", "attention", "kv")}
     kv = 10 * 4096 + 4 * 4096 + 4 * 1024 + 6 * 11008
     assert kept == {"kv": kv, "attention": kv + 4 * 4096, "all": kv + 10 * 4096 + 2 * 11008}
     subject = models()
@@ -248,7 +248,7 @@ def test_the_default_micro_batch_is_the_largest_that_fits(uptrain, tmp_path, mon
     """Chunks of logits take the most of a tiny model, so those are made small."""
     inputs = real_runs.make_inputs(tmp_path / "inputs")
     monkeypatch.setattr(chunk_size, "MIN_CHUNK_LOGITS", 0)
-    subject = MemoryEstimator.read(inputs["model"], None, 32, "fp32")
+    subject = replace(MemoryEstimator.read(inputs["model"], None, 32, "fp32"), repeats_kv=True)
     size = subject.memory(MemoryOptions("all", windows)).per_device(1)
     monkeypatch.setattr(device_memory, "usable_memory", lambda: size)
     out = tmp_path / "run"
