@@ -7,13 +7,14 @@ from typing import Any
 
 from model.attention_layout import ModelLayout, make_layer_layout
 from model.checkpoint import Checkpoint
+from model.checkpoint.tied import LM_HEAD, NEOX_LM_HEAD
 from model.common import checks
 from model.common.errors import CheckpointError
 from model.decoder.config import is_native, read_llama_config
 from model.families.family import HeadNorms, get_key
 
-LM_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Ends of the names of an LM head's tensor. The second is GPT-NeoX's."""
+LM_HEADS = (LM_HEAD, NEOX_LM_HEAD)
+"""Ends of the names of an LM head's tensor."""
 
 
 BESIDE_ATTENTION = (

@@ -6,6 +6,7 @@ from typing import Any
 from convert.planning.remote_code import Code
 from model.checkpoint import Checkpoint
 from model.common.typed_json import json_bytes
+from model.decoder.rope_settings import refuse_two_values
 from model.families import Family
 from model.families.family import set_key
 from model.geometry import Geometry
@@ -36,15 +37,22 @@ def merged_config(
 def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     """Add the RoPE keys of transformers 4, which ignores `rope_parameters` and would use its defaults.
 
-    Nothing is added if the layers' RoPE differs: each class of version 4 has its own keys for that. Nor for settings
-    that the class has no key for in version 4, since version 5 reads `rope_scaling` in their place. Nor beside a
-    `rope_scaling` of the source, with which version 5 takes the class's own base, not that of `rope_parameters`.
+    Nothing is added if the layers' RoPE differs, or if the class knows no other: each class of version 4 has its own
+    keys for that. Nor for settings that the class has no key for in version 4, since version 5 reads `rope_scaling` in
+    their place. Nor beside a `rope_scaling` of the source, with which version 5 takes the class's own base, not that of
+    `rope_parameters`. Raises CheckpointError if the source has another value under such a key: beside `rope_scaling`,
+    version 5 reads that one, too.
     """
-    if config.get("rope_scaling") is not None:
+    if config.get("rope_scaling") is not None or family.rope_by_layer_type:
         return
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
+    for key, key_inside in (
+        (family.keys.rope_theta, "rope_theta"),
+        (family.keys.partial_rotary_factor, "partial_rotary_factor"),
+    ):
+        refuse_two_values(config, key, "rope_parameters", rope, key_inside)
     added = {family.keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         added[family.keys.partial_rotary_factor] = rope["partial_rotary_factor"]
@@ -55,7 +63,5 @@ def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
         if family.rope_scaling_v4 is not None:
             named = {**rope, "type": rope["rope_type"]}
             scaling = {k: named[k] for k in family.rope_scaling_v4 if k in named}
-            if "original_max_position_embeddings" in rope:
-                added["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         added["rope_scaling"] = scaling
     config |= {key: value for key, value in added.items() if config.get(key) is None}

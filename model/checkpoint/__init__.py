@@ -7,6 +7,7 @@ from model.checkpoint.hf_folder import refuse_file_of_model, refuse_without_weig
 from model.checkpoint.hub import find_in_cache
 from model.checkpoint.interface import Checkpoint, Shard, file_version
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
+from model.checkpoint.tied import with_stored_lm_head
 from model.common.errors import CheckpointError
 from model.files.paths import similar_path
 
@@ -56,7 +57,7 @@ def _open(path: Path) -> Checkpoint:
             # Readers that know the versions of the very files that they have parsed have set some.
             versions = {file: file_version(file.stat()) for file in checkpoint.weight_files}
             checkpoint.opened = versions | dict(checkpoint.opened)
-            return checkpoint
+            return with_stored_lm_head(checkpoint)
     if path.is_dir():
         refuse_without_weights(path)
     refuse_file_of_model(path)

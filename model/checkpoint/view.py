@@ -1,5 +1,7 @@
 """Present a checkpoint with other tensors, names or config."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +39,26 @@ class CheckpointView(Checkpoint):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class RenamedTensors(CheckpointView):
+    """A checkpoint of which some tensors have other names than in its files."""
+
+    def __init__(self, inner: Checkpoint, names: Mapping[str, str]) -> None:
+        """Rename the tensors in `names`: name in the files → name."""
+        super().__init__(inner)
+        self._in_files = {own: stored for stored, own in names.items()}
+        renamed = ((names.get(name, name), tensor) for name, tensor in inner.tensors.items())
+        self.tensors = {name: replace(tensor, name=name) for name, tensor in renamed}
+        self.shards = tuple(
+            replace(shard, tensors=tuple(names.get(name, name) for name in shard.tensors)) for shard in inner.shards
+        )
+
+    def name_in_files(self, name: str) -> str:
+        return super().name_in_files(self._in_files.get(name, name))
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        return super().rows(self._in_files.get(name, name), start, stop)
+
+    def span(self, name: str) -> Span | None:
+        return super().span(self._in_files.get(name, name))

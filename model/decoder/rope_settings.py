@@ -85,7 +85,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
             f"config.json has RoPE settings for {checks.short_repr(nested[0])} alone; settings that differ from layer "
             "to layer are not implemented."
         )
-    _refuse_two_values(config, "rope_theta", spelling, scaling)
+    refuse_two_values(config, "rope_theta", spelling, scaling)
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(
@@ -108,9 +108,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     return rope
 
 
-def _refuse_two_values(config: Mapping[str, Any], key: str, spelling: str, scaling: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a config has a key twice with different values: beside its scaling, and inside."""
-    outer, inner = config.get(key), scaling.get(key)
+def refuse_two_values(
+    config: Mapping[str, Any], key: str, spelling: str, scaling: Mapping[str, Any], key_inside: str | None = None
+) -> None:
+    """Raise CheckpointError if a config has two values of a setting: beside its scaling, and inside.
+
+    `key_inside`: the setting's name inside, if it differs.
+    """
+    outer, inner = config.get(key), scaling.get(key_inside or key)
     if outer is not None and inner is not None and outer != inner:
         raise CheckpointError(
             f"config.json has {key} = {checks.short_repr(outer)}, and another in its {spelling} "
@@ -126,7 +131,7 @@ def _with_context(kind: str, config: Mapping[str, Any], spelling: str, scaling: 
     key = "original_max_position_embeddings"
     if config.get(key) is None or all(key not in known for known in SCALINGS[kind]):
         return scaling
-    _refuse_two_values(config, key, spelling, scaling)
+    refuse_two_values(config, key, spelling, scaling)
     return {**scaling, key: config[key]}
 
 

@@ -196,6 +196,8 @@ class Family:
     positions: PositionEncoding = PositionEncoding()
     rope_scaling_v4: tuple[str, ...] | None = None
     """The keys of `rope_scaling` that the class reads in transformers 4, which refuses others; None if it takes all."""
+    rope_by_layer_type: bool = False
+    """Whether the class reads `rope_parameters` by type of layer, and no settings that all layers share."""
     ignores_tokenizer_class: bool = False
     """Whether transformers uses the tokenizer's file as it is, whatever class `tokenizer_config.json` names."""
     joins_experts: bool = False

@@ -72,6 +72,7 @@ STANDARD = (
         null_n_kv_heads="refused",
         default_head_dim=256,
         head_norms=HeadNorms("q_norm", "k_norm", "shared", offset=1.0),
+        rope_by_layer_type=True,
         default_sizes={
             "hidden_size": 2304,
             "num_attention_heads": 8,
@@ -177,7 +178,7 @@ STANDARD = (
     # OLMo 2: queries and keys are normalised over all heads together.
     Family("olmo2", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS),
     # OLMo 3: as OLMo 2, with sliding windows.
-    Family("olmo3", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS),
+    Family("olmo3", names=NO_ATTENTION_NORM, head_norms=FLAT_NORMS, rope_by_layer_type=True),
     # OLMoE: as OLMo 2, with experts, which are copied.
     Family("olmoe", head_norms=FLAT_NORMS, joins_experts=True, engines_without_gqa=("llama.cpp", "SGLang")),
     # Phi 1 to 2: biases everywhere, an output projection called `dense`, and optional norms that all heads share.

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,25 @@ def test_classes_without_remote_code(convert, tmp_path, architectures):
         f"architectures = {None if architectures is ... else architectures}", "GPTNeoXForCausalLM, GPTNeoXModel"
     )
     convert("to-hf", source, tmp_path / "out").succeeded()
+
+
+@pytest.mark.parametrize("command", ["mha-to-gqa", "to-hf"])
+def test_the_lm_head_of_neox_under_its_name_in_memory(convert, tmp_path, command):
+    """State dicts of transformers 5 hold it. Other programs, and the code for fewer K/V heads, know the files' name."""
+    source, usual = tmp_path / "source", tiny.save(gpt_neox(), tmp_path / "usual")
+    tensors = {name.replace("embed_out", "lm_head"): tensor for name, tensor in tiny.tensors(usual).items()}
+    shutil.copytree(usual, source)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight" in tensors
+    options = ("--groups", 2, "--method", "mean") if command == "mha-to-gqa" else ()
+    for folder in (usual, source):
+        convert(command, folder, tmp_path / f"{folder.name}-out", *options).succeeded()
+        convert("verify", folder, tmp_path / f"{folder.name}-out").succeeded()
+    ours, theirs = (tiny.tensors(tmp_path / f"{name}-out") for name in ("source", "usual"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    save_file({**tensors, "embed_out.weight": tensors["lm_head.weight"] + 1}, source / "model.safetensors")
+    convert(command, source, tmp_path / "both", *options).refused("embed_out.weight and lm_head.weight", "remove one")
 
 
 def test_pythias_old_buffers_stay(convert, tmp_path):
