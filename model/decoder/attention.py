@@ -19,12 +19,23 @@ from torch import Tensor
 from model.decoder.linear import matmul_dtype
 
 
+@dataclass
+class Segments:
+    """The documents of packed rows. torch.compile does not look into an instance, which differs in each batch.
+
+    It would compile a layer again for each number of documents in a tuple, or in a frozen dataclass.
+    """
+
+    documents: tuple[tuple[int, int, int], ...]
+    """(row, start, stop) of each."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """The keys that each query attends to. With nothing set: causal (one new token with a KV cache: all keys)."""
 
-    segments: tuple[tuple[int, int, int], ...] | None = None
-    """(row, start, stop) of every document, if rows hold several documents that must not attend to each other."""
+    segments: Segments | None = None
+    """The documents, if rows hold several documents that must not attend to each other."""
     boundaries: Tensor | None = None
     """The same for packed attention: the starts of all documents in the flattened batch, and its length (int32)."""
     allowed_B1TS: Tensor | None = None
@@ -125,9 +136,9 @@ def exclude(scores: Tensor, allowed: Tensor | None, n_keys: int | None) -> None:
         scores[..., : allowed.shape[-1]].masked_fill_(~allowed, float("-inf"))
 
 
-def by_segment(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, segments: tuple[tuple[int, int, int], ...]) -> Tensor:
+def by_segment(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, segments: Segments) -> Tensor:
     """Attend document by document: exact, with Σ length² work instead of T²."""
-    slices = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments]
+    slices = [(slice(row, row + 1), slice(start, stop)) for row, start, stop in segments.documents]
     out = [_all_tokens(q_BTHD[part], k_BSKD[part], v_BSKD[part], None)[0] for part in slices]
     return torch.cat(out).view(q_BTHD.shape)
 

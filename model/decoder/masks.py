@@ -6,7 +6,7 @@ Letters: B batch, T new tokens, S all tokens (those in the KV cache and the new 
 import torch
 from torch import Tensor
 
-from model.decoder.attention import Mask
+from model.decoder.attention import Mask, Segments
 
 
 def document_positions(documents_BT: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def document_mask(documents_BT: Tensor, window: int | None, packed: bool = False
     for row, begins_T in enumerate(begins_BT):
         starts = begins_T.nonzero().flatten().tolist()
         segments += [(row, a, b) for a, b in zip(starts, [*starts[1:], n_tokens], strict=True)]
-    return Mask(segments=tuple(segments))
+    return Mask(segments=Segments(tuple(segments)))
 
 
 def text_mask(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.decoder.attention import Mask
+from model.decoder.attention import Mask, Segments
 from model.decoder.masks import document_lengths, document_mask
 
 N_TOKENS = 5
@@ -16,7 +16,7 @@ def test_one_border_anywhere(row, border):
     documents = torch.zeros(2, N_TOKENS, dtype=torch.long)
     documents[row, border:] = 1
     whole, parts = [(1 - row, 0, N_TOKENS)], [(row, 0, border), (row, border, N_TOKENS)]
-    assert document_mask(documents, None) == Mask(segments=tuple(sorted(whole + parts)))
+    assert document_mask(documents, None) == Mask(segments=Segments(tuple(sorted(whole + parts))))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -39,7 +39,7 @@ def test_a_number_that_comes_again_is_another_document(window):
     again, counted = torch.tensor([[0, 0, 1, 0, 0]]), torch.tensor([[0, 0, 1, 2, 2]])
     allowed = [document_mask(documents, window, dense=True).allowed_B1TS for documents in (again, counted)]
     assert torch.equal(*allowed)
-    assert document_mask(again, None).segments == ((0, 0, 2), (0, 2, 3), (0, 3, 5))
+    assert document_mask(again, None).segments == Segments(((0, 0, 2), (0, 2, 3), (0, 3, 5)))
     assert document_mask(again, None, packed=True).boundaries.tolist() == [0, 2, 3, 5]
 
 

@@ -206,18 +206,21 @@ def test_recomputed_layers_are_compiled(student, monkeypatch, lengths):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_are_compiled_once_whatever_the_documents(student, monkeypatch):
     from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
 
     monkeypatch.setattr(attention, "by_segment", attention.by_segment)  # what is changed there is put back
     ids, counter, counts = torch.arange(24).view(2, 12), CompileCounter(), []
-    layouts = [torch.tensor([[0] * n + [1] * (12 - n), [0] * 12]) for n in (3, 5, 7, 11)]
+    layouts = [torch.arange(24).view(2, 12) // n for n in (7, 5, 3, 2, 1)]  # of 4 to 24 documents
+    layouts += [torch.tensor([[0] * n + [1] * (12 - n), [0] * 12]) for n in range(1, 11)]
     expected = [student(ids, ids, documents)[0].item() for documents in layouts]
     torch._dynamo.reset()
+    counters.clear()
     compile_layers(decoder_layers(student), backend=counter)
     for documents, loss in zip(layouts, expected, strict=True):
         assert student(ids, ids, documents)[0].item() == pytest.approx(loss, rel=1e-6)
-        counts.append(counter.frame_count)
+        counts.append((counter.frame_count, counters["frames"]["total"]))  # the latter: also of frames without a graph
     assert counts == [counts[0]] * len(layouts)
-    assert counts[0] > 0
+    assert all(count > 0 for count in counts[0])
 
 
 @pytest.mark.parametrize(
