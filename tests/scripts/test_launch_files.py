@@ -264,6 +264,21 @@ def test_slurm_requeues_what_stopped_in_order(shell, tmp_path, status, ends, cod
     assert lines[lines.index("-m") :] == ["-m", "uptrain", "resume", str(run), *after]
 
 
+@pytest.mark.parametrize(("status", "saves", "after"), [
+    ("failed", True, ["scontrol requeue 42"]), ("running", True, ["scontrol requeue 42"]), ("failed", False, []),
+    ("halted", True, []),
+])  # fmt: skip
+def test_slurm_requeues_a_failure_after_a_checkpoint(shell, tmp_path, status, saves, after):
+    """Without one, the next job would fail as this one did."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    later = f"$(mkdir {tmp_path}/checkpoints/step-00000004)" if saves else ""
+    (tmp_path / "run_state.json").write_text(f'{{"status": "{status}", "step": 2}}')
+    (tmp_path / "bin/srun").write_text(f'#!/bin/sh\necho "srun{later}"\nexit 1\n')
+    code, lines = shell("launch/slurm/uptrain.sbatch", tmp_path, **JOB)
+    assert (code, lines[1:]) == (0 if after else 1, after)
+
+
 def test_torchrun_knows_the_options_of_the_job(shell, tmp_path):
     lines = shell("launch/slurm/uptrain.sbatch", tmp_path / "run", "MODEL", **JOB)[1]
     options = get_args_parser().parse_args(lines[lines.index("torchrun") + 1 :])
