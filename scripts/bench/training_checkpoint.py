@@ -114,7 +114,9 @@ def compare_save(work: Path, rounds: int) -> Row:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    checkpoints = CheckpointStore(work / "checkpoints", Accelerator(cpu=True), keep_last=1, check_lock=lambda: None)
+    checkpoints = CheckpointStore(
+        work / "checkpoints", Accelerator(cpu=True), keep_last=1, save_every=1, check_lock=lambda: None
+    )
     checkpoints.clean_up()
     step = 0
 

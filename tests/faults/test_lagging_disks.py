@@ -43,7 +43,7 @@ def on_two_ranks(function, tmp_path):
 
 def on_a_rank(function, folder):
     accelerator = accelerators.make_accelerator("fp32", ())
-    checkpoints = store.CheckpointStore(folder, accelerator, keep_last=2, check_lock=lambda: None)
+    checkpoints = store.CheckpointStore(folder, accelerator, keep_last=2, save_every=1, check_lock=lambda: None)
     function(checkpoints, os.environ["RANK"] == SECOND)
     destroy_process_group()
 

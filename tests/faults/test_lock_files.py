@@ -166,7 +166,9 @@ def test_checkpoints_outside_of_a_run_are_refused(tmp_path):
     (tmp_path / "other/step-00000001").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to("../other")
-    store = CheckpointStore(tmp_path / "run/checkpoints", Accelerator(cpu=True), keep_last=1, check_lock=lambda: None)
+    store = CheckpointStore(
+        tmp_path / "run/checkpoints", Accelerator(cpu=True), keep_last=1, save_every=1, check_lock=lambda: None
+    )
     with pytest.raises(InputError, match="is a link out of the run"):
         store.clean_up()
     (tmp_path / "run/checkpoints").unlink()

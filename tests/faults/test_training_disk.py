@@ -265,9 +265,10 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(tmp_path, uptrain
     # It saves each step, keeps the last two and the one before the decay, and writes another.
     assert "Warning: a checkpoint takes about" not in start("enough", 4.25 * sum(saved))
     assert f"are free on the disk of {tmp_path / 'less'}; make room" in start("less", 3.8 * sum(saved))
-    once = ("--save-every", 4)  # and before the decay
-    assert "Warning: a checkpoint takes about" not in start("enough for two", 2.25 * sum(saved), *once)
-    assert "Warning: a checkpoint takes about" in start("less than two", 1.9 * sum(saved), *once)
+    # Then it saves before the decay, and by time.
+    once = ("--save-every", 4, "--keep-last", 1)
+    assert "Warning: a checkpoint takes about" not in start("enough for two", 3.25 * sum(saved), *once)
+    assert "Warning: a checkpoint takes about" in start("less than two", 2.9 * sum(saved), *once)
 
 
 def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):
@@ -283,7 +284,11 @@ def test_a_run_whose_save_at_the_decay_failed_can_be_extended(runs, tmp_path):
     faults = Faults([Fault("no space", "save 14: before rename .unfinished-step-00000014")])
     succeed(("extend", runs.expected(), "--out", longer, "--steps", "18"), tmp_path, faults=faults)
     assert refused(longer) == ([14], {"[Errno 28] No space left on device"})
-    assert checkpoints(longer) == ["step-00000012", "step-00000018"]  # the copied one, of step 10, is of no more use
+    assert checkpoints(longer) == [
+        "step-00000012",
+        "step-00000016",
+        "step-00000018",
+    ]  # the copied one, of step 10, is of no more use
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])

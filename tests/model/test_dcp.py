@@ -171,9 +171,9 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
     optimizer.step()
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    CheckpointStore(run / "checkpoints", Accelerator(cpu=True), keep_last=1, check_lock=lambda: None).save(
-        loss_module, optimizer, {"step": 1}
-    )
+    CheckpointStore(
+        run / "checkpoints", Accelerator(cpu=True), keep_last=1, save_every=1, check_lock=lambda: None
+    ).save(loss_module, optimizer, {"step": 1})
     tensors = run / "checkpoints/step-00000001/tensors"
     shutil.copytree(source, run / "model")
     (run / "model/model.safetensors").unlink()

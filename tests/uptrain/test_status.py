@@ -48,9 +48,9 @@ def test_run_that_was_resumed_and_finished(distilled, uptrain):
     measured = next(r["evaluation"] for r in reversed(records) if "evaluation" in r)
     assert status["evaluation"].items() >= measured.items()
     assert status["evaluation"]["step"] == 12
-    assert [entry["step"] for entry in status["checkpoints"]] == [10, 12]
-    assert [entry["kept_for_extend"] for entry in status["checkpoints"]] == [True, False]
-    assert [entry["damage"] for entry in status["checkpoints"]] == ["", ""]
+    assert [entry["step"] for entry in status["checkpoints"]] == [8, 10, 12]
+    assert [entry["kept_for_extend"] for entry in status["checkpoints"]] == [False, True, False]
+    assert [entry["damage"] for entry in status["checkpoints"]] == ["", "", ""]
     assert all(entry["bytes"] > 100_000 for entry in status["checkpoints"])
     shown = uptrain("status", distilled, "--verify").out
     for words in ("12 of 12 (100.0%)", "kept for `extend`, whole", "KL divergence", "recovered fraction"):

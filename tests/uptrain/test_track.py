@@ -1,5 +1,6 @@
 """`--track`: numbers go to a tracker too, or it is said that they cannot."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,18 @@ def test_tensorboard(uptrain, inputs, tmp_path):
     losses = {event.step: event.value for event in log.Scalars("loss")}
     assert losses == pytest.approx(dict(real_runs.steps(out, "loss")))
     assert [event.step for event in log.Scalars("held-out/loss")] == [0, 6, 12]
+
+
+def test_tensorboard_shows_repeated_steps_once(uptrain, inputs, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    out = tmp_path / "run"
+    more = ("--track", "tensorboard", "--save-every", 4, "--keep-last", 3)
+    uptrain(*real_runs.arguments(inputs, out, *more)).succeeded()
+    shutil.rmtree(out / "checkpoints/step-00000012")  # as a kill leaves it
+    uptrain("resume", out).succeeded()
+    assert real_runs.events(out, "resumed")[0]["step"] < 12
+    log = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
+    assert [event.step for event in log.Scalars("loss")] == list(range(1, 13))
 
 
 class Failing:

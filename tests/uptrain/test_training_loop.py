@@ -5,6 +5,7 @@ import itertools
 import threading
 
 import pytest
+import real_runs
 import torch
 import torch.distributed as dist
 from small_training import make_training
@@ -132,6 +133,33 @@ def test_a_run_is_saved_by_time_too(tmp_path, monkeypatch):
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(now))
     train(training, TrainingProgress())
     assert saved == [9, 17, 20]
+
+
+def test_saves_by_time_do_not_push_out_the_others(uptrain, inputs, tmp_path, monkeypatch):
+    """A run whose loss rises must go back to where it last was well."""
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    options = ("--save-every", 4, "--keep-last", 2, "--schedule", "constant")
+    uptrain(*real_runs.arguments(inputs, tmp_path / "run", *options, steps=11)).succeeded()
+    assert real_runs.checkpoints(tmp_path / "run") == [f"step-{step:08d}" for step in (4, 8, 10, 11)]
+
+
+def test_spikes_in_a_row_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(spikes, "SPIKE_WINDOW", 4)
+    records, progress = [], TrainingProgress()
+
+    def report(event):
+        if isinstance(event, dict):
+            records.append(event)
+
+    training = make_training(tmp_path, 30, report, spike_sigma=3.0)
+    norms = itertools.chain([1.0, 1.1, 1.0, 1.1], (10.0**n for n in range(3, 12)), itertools.repeat(1.0))
+    monkeypatch.setattr(loop, "_clip", lambda training: torch.tensor(next(norms), dtype=torch.float64))
+    assert train(training, progress) == "finished"
+    assert progress.skipped == list(range(5, 14))
+    (event,) = (record for record in records if "event" in record)
+    assert (event["step"], event["event"]) == (12, "updates left out")
+    assert event["why"].startswith("the last 8 gradient norms were spikes")
+    assert all(earlier["time"] <= later["time"] for earlier, later in itertools.pairwise(records))
 
 
 def test_a_save_that_fails_is_not_tried_at_each_step(tmp_path, monkeypatch):

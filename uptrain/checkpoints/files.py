@@ -25,6 +25,8 @@ TENSORS, STATE, MANIFEST = "tensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _BLOCK, _PIECE, _SUMMING_THREADS = 64 << 20, 4 << 20, 4
 DEFAULT_KEEP_LAST = 2
+DEFAULT_INTERVALS = 10
+"""How often a run saves, and evaluates, by default."""
 FREE_SPACE_FACTOR = 1.2
 """Free space that a save requires, relative to the size of the last checkpoint."""
 CheckpointState = dict[str, Any]
@@ -36,11 +38,17 @@ Checksums = dict[str, dict[str, Any]]
 def checkpoints_on_disk(keep_last: int, save_every: int, steps: int, schedule: str) -> float:
     """Return the room that a run of some steps needs, in checkpoints: those that it keeps, and the one that it saves.
 
-    It keeps the last ones and, with the schedule wsd, the one before the decay. The one that it saves counts
-    FREE_SPACE_FACTOR. Saves by time or at a stop are not counted.
+    See `CheckpointStore.rotate`. The one that it saves counts FREE_SPACE_FACTOR. A run of less than an hour, without
+    stops, keeps fewer: it saves at each `save_every` steps only.
     """
-    kept = min(keep_last, (steps - 1) // save_every) + (schedule == "wsd")
-    return kept + FREE_SPACE_FACTOR
+    regular = min(keep_last, (steps - 1) // save_every)
+    others = min(keep_last, steps - 1 - (steps - 1) // save_every)
+    return regular + others + (schedule == "wsd") + FREE_SPACE_FACTOR
+
+
+def default_interval(steps: int) -> int:
+    """Return the steps between checkpoints, and between evaluations, by default."""
+    return max(1, steps // DEFAULT_INTERVALS)
 
 
 def folder_name(step: int) -> str:

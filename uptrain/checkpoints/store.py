@@ -67,10 +67,12 @@ class CheckpointStore:
     LockLostError if another training writes into the run, see `FileLock.check`.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, keep_last: int, check_lock: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, keep_last: int, save_every: int, check_lock: Callable[[], None]
+    ) -> None:
         self.folder = folder
         self._accelerator = accelerator
-        self._keep_last = keep_last
+        self._keep_last, self._save_every = keep_last, save_every
         self._check_lock = check_lock
         self._looked_at_lock, self._was_lost = time.monotonic(), False
         self._damaged: list[Path] = []
@@ -120,10 +122,12 @@ class CheckpointStore:
             raise
 
     def rotate(self, newest: int, decay_start: int | None) -> str:
-        """Remove checkpoints before step `newest`, except the last `keep_last` and the one to extend the run from.
+        """Remove checkpoints before step `newest`, except the last ones and the one to extend the run from.
 
-        The latter is the newest one up to `decay_start`: saving at that very step may have failed. Return an error, or
-        "". Some network file systems do not remove a file while it is read; the next start removes it then.
+        The last ones are the last `keep_last` of all, and the last `keep_last` of those each `save_every` steps, which
+        saves by time must not push out: a run may have to go back further than these reach. The one to extend from is
+        the newest one up to `decay_start`: saving at that very step may have failed. Return an error, or "". Some
+        network file systems do not remove a file while it is read; the next start removes it then.
         """
         return on_main(self._accelerator, lambda: self._rotate(newest, decay_start))
 
@@ -217,9 +221,11 @@ class CheckpointStore:
                 if damaged.exists():
                     _remove(damaged)
                 steps = [step for step in steps if folder_name(step) != damaged.name]
+            regular = [step for step in steps if step % self._save_every == 0]
             before_decay = [step for step in steps if decay_start is not None and step <= decay_start]
-            for step in steps[: -self._keep_last]:
-                if step not in before_decay[-1:]:
+            kept = {*steps[-self._keep_last :], *regular[-self._keep_last :], *before_decay[-1:]}
+            for step in steps:
+                if step not in kept:
                     _remove(self.folder / folder_name(step))
         except OSError as error:
             return str(error)

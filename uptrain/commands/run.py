@@ -191,7 +191,8 @@ def _check_no_nul(text: str) -> str:
     default=DEFAULT_KEEP_LAST,
     show_default=True,
     metavar="N",
-    help="Checkpoints to keep. The one before the decay, from which `extend` continues, is also kept.",
+    help="Keep the last N checkpoints of all, and the last N of --save-every. The one before the decay, from which "
+    "`extend` continues, is also kept.",
 )
 @click.option("--eval-data", cls=SingleOption, metavar="CACHE|PATH", help="Held-out text, to evaluate on.")
 @click.option(

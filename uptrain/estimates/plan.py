@@ -28,7 +28,7 @@ from uptrain.budget.conversion_record import (
 )
 from uptrain.budget.identify import find_original, shape_warning
 from uptrain.budget.methods import find_facts, peak_divisor
-from uptrain.checkpoints.files import DEFAULT_KEEP_LAST, checkpoints_on_disk
+from uptrain.checkpoints.files import DEFAULT_KEEP_LAST, checkpoints_on_disk, default_interval
 from uptrain.data.default_sizes import choose_seq_len, context_warning, default_micro_batch
 from uptrain.data.token_cache import CacheManifest
 from uptrain.estimates import REPLICATED, SHARDED
@@ -226,8 +226,8 @@ def _memory_of(run: _Run, trainable: str) -> dict[str, Any] | None:
     estimator, numbers = run.estimator, run.device_counts
     if trainable not in parts_of(estimator.config):
         return None
-    # At the default interval, as many checkpoints are kept as if each step were saved.
-    on_disk = checkpoints_on_disk(DEFAULT_KEEP_LAST, 1, run.budget.steps, run.schedule.kind)
+    steps = run.budget.steps
+    on_disk = checkpoints_on_disk(DEFAULT_KEEP_LAST, default_interval(steps), steps, run.schedule.kind)
     needed = estimator.memory(MemoryOptions(trainable, run.micro_batch))
     minimum = estimator.memory(MemoryOptions(trainable, 1, activation_checkpointing=True))
     kinds = {f"{name}_bytes": value for name, value in asdict(needed).items()}

@@ -14,6 +14,7 @@ from model.files.paths import check_name
 from model.language_model import read_language_config
 from uptrain.budget.budget import Budget, check_default_lr, default_trainable, make_budget
 from uptrain.budget.conversion_record import conversion_method, source_names
+from uptrain.checkpoints.files import default_interval
 from uptrain.data.default_sizes import default_micro_batch
 from uptrain.data.run_data import cache_folder, run_cache_folder
 from uptrain.data.token_cache import MANIFEST
@@ -24,9 +25,6 @@ from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, resolve_lora_ran
 from uptrain.runs.device_memory import fitting_micro_batch, has_estimate, too_large_warning
 from uptrain.runs.settings import RunOptions, Settings
 from uptrain.training.losses import WITHOUT_TEACHER
-
-DEFAULT_INTERVALS = 10
-"""Default number of checkpoints and of evaluations in a run."""
 
 
 def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[Settings, Budget]:
@@ -45,7 +43,7 @@ def resolve_settings(options: RunOptions, folder: Path, seq_len: int) -> tuple[S
     budget = make_budget(options.budget, config, names, seq_len, method, trainable)
     schedule = budget.schedule(options.schedule, options.warmup_steps, from_scratch=options.model is None)
     chosen = MemoryOptions(trainable, 1, options.activation_checkpointing)
-    interval = max(1, budget.steps // DEFAULT_INTERVALS)
+    interval = default_interval(budget.steps)
     device = choose_device(AUTO_DEVICE)  # also makes it the one that warnings are about
     precision = options.precision or default_precision(device)
     eval_out = run_cache_folder(options.out, "eval_data")

@@ -79,7 +79,7 @@ def start(
     settings = replace(settings, micro_batch=min(all_gather(accelerator, settings.micro_batch)))
     on_main(accelerator, lambda: refuse_existing(out))
     lock = _RunLock(accelerator, out)
-    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
+    checkpoints = CheckpointStore(out / CHECKPOINTS, accelerator, settings.keep_last, settings.save_every, lock.check)
     context = RunContext(accelerator, out, checkpoints, deadline, without_errors(show))
     with device_errors_as_run_error(accelerator):
         training = build_initial(settings, config_folder, context)
@@ -108,7 +108,9 @@ def resume(folder: Path, changes: dict[str, Any], deadline: float, show: Progres
     check_same_data(run, settings.data)
     lock = _RunLock(accelerator, folder)
     with lock.held():
-        checkpoints = CheckpointStore(folder / CHECKPOINTS, accelerator, settings.keep_last, lock.check)
+        checkpoints = CheckpointStore(
+            folder / CHECKPOINTS, accelerator, settings.keep_last, settings.save_every, lock.check
+        )
         checkpoint = checkpoints.newest()
         if checkpoint is not None and checkpoint.state["step"] > settings.steps:
             raise InputError(
@@ -187,7 +189,8 @@ def train_run(
     on_main(accelerator, lambda: _record_start(folder, settings, training, progress, checkpoint))
     if settings.track and accelerator.is_main_process:
         config = {name: value for name, value in asdict(settings).items() if name != "track"}
-        log_tracker_failures(training, progress.step, start_trackers(accelerator, folder, _run_id(folder), config))
+        failures = start_trackers(accelerator, folder, _run_id(folder), config, progress.step)
+        log_tracker_failures(training, progress.step, failures)
     try:
         with fast_float32_matmul(accelerator.device.type):
             reason = train(training, progress)
@@ -227,9 +230,9 @@ def _disk_space_warning(folder: Path, settings: Settings, training: Training) ->
     if free >= needed:
         return None
     return (
-        f"a checkpoint takes about {format_bytes(each)}, and the run needs {format_bytes(needed)} for those that it "
-        f"keeps, but {format_bytes(free)} are free on the disk of {folder}; make room while it trains, or it cannot be "
-        f"saved. It saves every {settings.save_every:,} steps."
+        f"a checkpoint takes about {format_bytes(each)}, and the run needs up to {format_bytes(needed)} for those that "
+        f"it keeps, but {format_bytes(free)} are free on the disk of {folder}; make room while it trains, or it cannot "
+        f"be saved. It saves every {settings.save_every:,} steps, and an hour after the last save."
     )
 
 

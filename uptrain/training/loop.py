@@ -48,6 +48,9 @@ HALT_COUNT, HALT_WINDOW = 3, 100
 SAVE_SECONDS = 3600.0
 """A run is saved after this time at the latest, however many steps lie between checkpoints: it may end at any time."""
 
+SPIKES_IN_A_ROW = 8
+"""The run notes each time that it has left out so many updates in a row."""
+
 NO_STEP = -1
 """The step of the newest checkpoint if there is none."""
 
@@ -236,6 +239,7 @@ def _train_step(training: Training, progress: TrainingProgress, step: int, batch
         **({"skipped": True} if skip else {}),
     }
     _log_step(training, record)
+    _log_lasting_spike(training, progress)
     _halt_on_non_finite(training, progress)
     return due
 
@@ -306,6 +310,16 @@ def _log_step(training: Training, record: dict[str, Any]) -> None:
     log_record(training, record)
     numbers = {k: v for k, v in record.items() if k not in ("step", "windows_crc32")}
     log_tracker_failures(training, record["step"], log_to_trackers(training.accelerator, numbers, record["step"]))
+
+
+def _log_lasting_spike(training: Training, progress: TrainingProgress) -> None:
+    """Log an event if the last updates, a multiple of SPIKES_IN_A_ROW, were all left out because of spikes."""
+    spikes, n = set(progress.skipped) - set(progress.not_finite), 0
+    while progress.step - n in spikes:
+        n += 1
+    if n and n % SPIKES_IN_A_ROW == 0:
+        why = f"the last {n} gradient norms were spikes: the norm has risen for longer, and its limit follows slowly"
+        log_record(training, {"step": progress.step, "event": "updates left out", "why": why})
 
 
 def _n_tokens(cache: TokenCache, windows: Integers) -> int:
@@ -436,8 +450,9 @@ def log_tracker_failures(training: Training, step: int, failures: list[str]) -> 
 
 
 def log_record(training: Training, record: dict[str, Any]) -> None:
-    """Log a record and show it, on the main process."""
+    """Log a record with the time, and show it, on the main process."""
     if training.accelerator.is_main_process:
+        record = {**record, "time": time.time()}
         if problem := training.metrics.write(record):
             training.show({"step": record["step"], "event": "metrics wait for room on the disk", "why": problem})
         training.show(record)

@@ -1,8 +1,8 @@
 """Write and read `metrics.jsonl`: one line per step, evaluation and event, written by the main process.
 
-    {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows_crc32": …, "tokens_per_s": …}
-    {"step": 8, "evaluation": {…}}
-    {"step": 8, "event": "resumed", …}
+    {"step": 7, "loss": …, "learning_rate": …, "grad_norm": …, "tokens": …, "windows_crc32": …, "tokens_per_s": …, …}
+    {"step": 8, "evaluation": {…}, "time": …}
+    {"step": 8, "event": "resumed", …, "time": …}
 
 `step` counts finished steps. Numbers that are not finite are null, since JSON cannot express them. When a run resumes
 at an earlier step, later lines are removed.
@@ -135,6 +135,9 @@ def _check(record: Record) -> None:
         if isinstance(value, int | float) and abs(value) > MAX_ABSOLUTE:
             raise InputError(f"{key} = {checks.short_repr(value)}; it must be at most {MAX_ABSOLUTE:g}")
     checks.whole_number(record["step"], "step", least=0)
+    if "time" in record:  # in runs of earlier versions, only starts have it
+        check_types(record, {"time": float})
+        checks.whole_number(int(record["time"]), "time", least=0, most=MAX_TIME)
     if kind == "loss":
         checks.whole_number(record["tokens"], "tokens", least=0)
         checks.number(record["tokens_per_s"], "tokens_per_s", above=0.0)
@@ -143,7 +146,6 @@ def _check(record: Record) -> None:
         check_types(record["evaluation"], {**EVALUATION_TYPES, **(TEACHER_TYPES if with_teacher else {})}, kind)
     elif record["event"] in ("started", "resumed"):
         check_types(record, START_TYPES)
-        checks.whole_number(int(record["time"]), "time", least=0, most=MAX_TIME)
         if "rejected" in record:
             check_types(record, {"rejected": tuple[str, ...]})
     elif "why" in record:

@@ -17,13 +17,18 @@ WANDB_PROJECT = "groupwise"
 """The project of Weights & Biases, unless the variable of this name says another."""
 
 
-def start_trackers(accelerator: Accelerator, folder: Path, run_id: str, config: dict[str, Any]) -> list[str]:
-    """Start the trackers that the accelerator was made with, for the run in a folder; `run_id` outlives a resume."""
+def start_trackers(
+    accelerator: Accelerator, folder: Path, run_id: str, config: dict[str, Any], step: int = 0
+) -> list[str]:
+    """Start the trackers that the accelerator was made with, for the run in a folder; `run_id` outlives a resume.
+
+    `step`: where the run goes on. What was sent of later steps is sent again.
+    """
     wanted, started, failures = accelerator.log_with, list[Any](), list[str]()
     for kind in wanted:
         accelerator.log_with, accelerator.trackers = [kind], []
         try:
-            project, options = _project(str(kind), folder, run_id)
+            project, options = _project(str(kind), folder, run_id, step)
             accelerator.init_trackers(project, config=config, init_kwargs=options)
         except Exception as error:  # each tracker's package has its own
             failures.append(f"{kind}: {_one_line(error)}")
@@ -33,8 +38,10 @@ def start_trackers(accelerator: Accelerator, folder: Path, run_id: str, config: 
     return failures
 
 
-def _project(kind: str, folder: Path, run_id: str) -> tuple[str, dict[str, Any]]:
+def _project(kind: str, folder: Path, run_id: str, step: int) -> tuple[str, dict[str, Any]]:
     """Return the project of a tracker, and the options that its run is started with."""
+    if kind == "tensorboard":  # it removes the points of later steps
+        return folder.name, {kind: {"purge_step": step + 1}}
     if kind != "wandb":
         return folder.name, {}
     options = {"name": folder.name, "id": run_id, "resume": "allow", "dir": str(folder)}
