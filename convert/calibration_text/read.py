@@ -5,8 +5,10 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 """
 
 import lzma
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from convert.errors import UnsupportedMethodError
 from model.checkpoint import Checkpoint
 from model.checkpoint.context import read_context
 from model.common.checks import is_whole_number
+from model.common.console import warn
 from model.common.errors import CheckpointError, InputError
 from model.files.names import CALIBRATION_TOKENS
 from model.files.read import read_bytes_up_to
 from model.texts import Problem, find_reader
 from model.texts.compressed import MAX_WINDOW_BYTES
 from model.texts.record import OR_NAME_IT
-from model.texts.sources import TextFiles, find_files
+from model.texts.sources import TextFiles, find_files, why_ignored
 
 MAX_WINDOW_TOKENS = 1024
 """Maximum tokens per window. Most attention stays within this distance, and the cost grows with it."""
@@ -34,6 +37,8 @@ MIN_WINDOWS = VALIDATION_EVERY
 """Minimum number of windows, of which the last is for validation."""
 _PIECE_CHARACTERS = 1 << 16
 """Characters of a document that are tokenised at a time."""
+_MAX_OPEN_FILES = 64
+"""Number of files that take turns."""
 _READ_BYTES = 1 << 26
 """Bytes of a file that are read as one piece."""
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
@@ -155,40 +160,64 @@ def _read_windows(
     n_windows, window = shape
     length = window - len(bos_ids)
     ids: list[int] = []
-    for document in _documents(name):
-        for start in range(0, len(document), _PIECE_CHARACTERS):
-            piece = document[start : start + _PIECE_CHARACTERS]
-            ids += encode_text(piece) if isinstance(piece, str) else piece.tolist()
-            if len(ids) >= n_windows * length:
-                break
-        if len(ids) >= n_windows * length:
+    for piece in _pieces(name):
+        ids += encode_text(piece) if isinstance(piece, str) else piece.tolist()
+        if len(ids) >= n_windows * window:
             break
-    if length < 1 or len(ids) < n_windows * length:
+    windows: list[list[int]] = []
+    start = 0
+    while len(windows) < n_windows and length > 0:
+        begun = ids[start : start + len(bos_ids)] == bos_ids  # a chat template has written them
+        n = window if begun else length
+        if start + n > len(ids):
+            break
+        windows.append(([] if begun else bos_ids) + ids[start : start + n])
+        start += n
+    if len(windows) < n_windows:
         raise CheckpointError(
             f"the calibration text {name} has only {len(ids):,} tokens, and {n_windows} windows of {window} need "
             f"{n_windows * max(length, 1):,}; give a longer text with --calibration, or fewer --calibration-tokens."
         )
-    body_NT = np.asarray(ids[: n_windows * length], dtype=np.int64).reshape(n_windows, length)
-    return np.concatenate([np.tile(np.asarray(bos_ids, dtype=np.int64), (n_windows, 1)), body_NT], axis=1)
+    return np.asarray(windows, dtype=np.int64)
 
 
-def _documents(name: str) -> Iterator[str | NDArray[np.int64]]:
-    """Yield the documents of a text, each as a string or as token ids. Raises InputError for a bad record."""
+def _pieces(name: str) -> Iterator[str | NDArray[np.int64]]:
+    """Yield the documents of a text, piece by piece. Files take turns, since each may hold another kind of text.
+
+    A piece is a string or token ids. Raises CheckpointError or InputError for a bad record.
+    """
     text = TextFiles(SHIPPED, "jsonl", (str(_TEXT),)) if name == SHIPPED else _find(name)
-    reader = find_reader(text.format)
-    for file in text.files:
-        for piece in reader.split(file, _READ_BYTES):
-            for record in reader.read(piece, "text"):
-                if not isinstance(record.content, Problem):
-                    yield record.content
-                elif record.content.bad:
-                    raise CheckpointError(
-                        f"{reader.place(piece, record.row)}: {record.content.reason.removesuffix(OR_NAME_IT)}."
-                    )
+    waiting = iter(text.files)
+    turns = deque(_pieces_of_file(file, text.format) for file in islice(waiting, _MAX_OPEN_FILES))
+    while turns:
+        pieces = turns.popleft()
+        piece = next(pieces, None)
+        if piece is not None:
+            yield piece
+            turns.append(pieces)
+        elif (file := next(waiting, None)) is not None:
+            turns.appendleft(_pieces_of_file(file, text.format))
+
+
+def _pieces_of_file(file: str, format_name: str) -> Iterator[str | NDArray[np.int64]]:
+    reader = find_reader(format_name)
+    for part in reader.split(file, _READ_BYTES):
+        for record in reader.read(part, "text"):
+            document = record.content
+            if not isinstance(document, Problem):
+                for start in range(0, len(document), _PIECE_CHARACTERS):
+                    yield document[start : start + _PIECE_CHARACTERS]
+            elif document.bad:
+                raise CheckpointError(f"{reader.place(part, record.row)}: {document.reason.removesuffix(OR_NAME_IT)}.")
 
 
 def _find(name: str) -> TextFiles:
     try:
-        return find_files(name, "--calibration")
+        text = find_files(name, "--calibration")
     except InputError as error:
         raise CheckpointError(f"{error} --calibration also takes {SELF}, {SHIPPED} and {NONE}.") from error
+    if text.ignored:
+        first = text.ignored[0]
+        more = f", and so are {len(text.ignored) - 1:,} more" if len(text.ignored) > 1 else ""
+        warn(f"--calibration {name}: {first} is left out ({why_ignored(first)}){more}.")
+    return text

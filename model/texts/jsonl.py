@@ -60,12 +60,23 @@ def holds_records(path: str) -> bool:
 
     An array of records counts, so that it is refused and not left out.
     """
-    return _RECORDS.match(_head(path)) is not None
+    head = _head(path)
+    if head.startswith(b"{") and b"\n" not in head and len(head) > HEAD_BYTES // 2:  # a long first line
+        head = _first_lines(path)
+    return _RECORDS.match(head) is not None
 
 
 def _head(path: str) -> bytes:
     with compressed.open_file(path) as file, suppress(EOFError):  # which `read` reports, if it comes so far
         return file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
+    return b""
+
+
+def _first_lines(path: str) -> bytes:
+    """Return the first line of a file, which may be long, and the beginning of the next."""
+    with compressed.open_file(path) as file, suppress(EOFError):
+        line = file.readline(compressed.MAX_LINE_BYTES + 1)
+        return (line + file.read(HEAD_BYTES)).removeprefix(BOM).lstrip()
     return b""
 
 
@@ -141,6 +152,8 @@ def _json_problem(line: bytes, error: ValueError) -> str:
     detail = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     if b"\0" in line:
         return f"not valid JSON: the line holds NUL bytes, the first at byte {line.index(0) + 1}"
+    if b"\r" in line.strip():
+        return f"not valid JSON: a carriage return within the line; end lines with LF or CRLF ({detail})"
     if not line.endswith(b"\n"):
         return f"not valid JSON: the last line is cut off ({detail})"
     return f"not valid JSON ({detail})"

@@ -23,6 +23,8 @@ from model.texts.hub import HUB, hub_files
 from model.tokenizer import TOKENIZER_JSON, VOCABULARIES
 
 ARROW = "arrow"
+DATASET_DICT, STATE, DATASET_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+"""Files of `datasets.save_to_disk`: of a DatasetDict, and two of each Dataset."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +68,15 @@ def _hint(name: str) -> str:
 
 
 def _find_in_folder(folder: Path, option: str) -> TextFiles:
-    if (folder / "dataset_dict.json").is_file():
-        splits = _listed(folder / "dataset_dict.json", "splits")
-        if not splits or not all(isinstance(split, str) and is_plain_name(split) for split in splits):
-            raise InputError(f"{folder / 'dataset_dict.json'} is damaged (splits); save the dataset again.")
-        one = " or ".join(f"{option} {folder / split}" for split in splits)
-        raise InputError(f"{option} {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
-    if (folder / "state.json").is_file():
-        listed = _listed(folder / "state.json", "_data_files")
-        names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
-        if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
-            raise InputError(f"{folder / 'state.json'} is damaged (_data_files); save the dataset again.")
-        files = _check_readable(tuple(str(folder / str(name)) for name in names))
-        return TextFiles(str(folder), ARROW, files)
+    _refuse_dataset_dict(folder, option)
+    if (folder / STATE).is_file():
+        return TextFiles(str(folder), ARROW, _check_readable(tuple(map(str, _dataset_files(folder)))))
     if is_uptrain_output(folder):
         raise InputError(
             f"{option} {folder} is a training run, a token cache or logits; give the texts that it was made of."
         )
     formats: dict[str | None, list[str]] = {}
-    for path in _visible_files(folder):
+    for path in _visible_files(folder, option):
         is_special = path.exists() and not path.is_file()  # a pipe, a device, or a folder without texts
         formats.setdefault(None if is_special else format_of(path.name), []).append(str(path))
     other = _set_aside(formats)
@@ -103,13 +95,43 @@ def _find_in_folder(folder: Path, option: str) -> TextFiles:
     return TextFiles(str(folder), str(name), files, ignored)
 
 
+def _refuse_dataset_dict(folder: Path, option: str) -> None:
+    """Raise InputError for a DatasetDict, which has several splits."""
+    if not (folder / DATASET_DICT).is_file():
+        return
+    splits = _listed(folder / DATASET_DICT, "splits")
+    if not splits or not all(isinstance(split, str) and is_plain_name(split) for split in splits):
+        raise InputError(f"{folder / DATASET_DICT} is damaged (splits); save the dataset again.")
+    one = " or ".join(f"{option} {folder / split}" for split in splits)
+    raise InputError(f"{option} {folder}: a DatasetDict of {len(splits)} splits; name one: {one}.")
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """Return the files of a Dataset of `save_to_disk`. Others may lie beside them, such as the results of `map`."""
+    listed = _listed(folder / STATE, "_data_files")
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+    if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+        raise InputError(f"{folder / STATE} is damaged (_data_files); save the dataset again.")
+    return [folder / str(name) for name in names]
+
+
 def _refuse_second_names(files: Iterable[str]) -> None:
-    """Raise InputError for a link to another of the files: its text would be read twice."""
-    named: dict[str, str] = {}
+    """Raise InputError for a link to another of the files, or one compressed: its text would be read twice."""
+    named: dict[object, str] = {}
     for file in files:
-        first = named.setdefault(os.path.realpath(file), file)
+        first = named.setdefault(file_identity(file), file)
         if first != file:
             raise InputError(f"{file} and {first} are one file; remove the link.")
+        plain = file[: -len(Path(file).suffix)] if compressed.is_compressed(file) else file
+        first = named.setdefault(f"text of {plain}", file)
+        if first != file:
+            raise InputError(f"{file} and {first} seem to be one text, of which one is compressed; remove one of them.")
+
+
+def file_identity(file: str) -> object:
+    """Return a value that all names of a file share, also hard links."""
+    stat = Path(file).stat()  # some network disks make up inode numbers, but then they have no hard links
+    return (stat.st_dev, stat.st_ino) if stat.st_nlink > 1 else os.path.realpath(file)
 
 
 def why_ignored(file: str) -> str:
@@ -138,17 +160,18 @@ def _holds_records(path: str) -> bool:
     return jsonl.holds_records(path)
 
 
-def _visible_files(folder: Path) -> Iterator[Path]:
+def _visible_files(folder: Path, option: str) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, in order, also behind links; hidden ones are left out.
 
-    Of a subfolder without texts (`_has_no_texts`), yield the folder itself.
+    Of a subfolder without texts (`_has_no_texts`), yield the folder itself; of a Dataset of `save_to_disk`, its own
+    files.
 
-    Raises InputError for a subfolder that cannot be read, or that links give a second path.
+    Raises InputError for a subfolder that cannot be read, that links give a second path, or that is a DatasetDict.
     """
-    return _files_below(folder, 0, {})
+    return _files_below(folder, option, 0, {})
 
 
-def _files_below(folder: Path, level: int, seen: dict[Path, Path]) -> Iterator[Path]:
+def _files_below(folder: Path, option: str, level: int, seen: dict[Path, Path]) -> Iterator[Path]:
     """Yield the files of a folder; `seen` holds the path of each folder by its real path."""
     real = folder.resolve()
     if real in seen:
@@ -164,8 +187,11 @@ def _files_below(folder: Path, level: int, seen: dict[Path, Path]) -> Iterator[P
     for path, is_folder in entries:
         if path.name.startswith("."):
             continue
-        if is_folder and not _has_no_texts(path):
-            yield from _files_below(path, level + 1, seen)
+        if is_folder and (path / STATE).is_file() and (path / DATASET_INFO).is_file():
+            yield from _dataset_files(path)
+        elif is_folder and not _has_no_texts(path):
+            _refuse_dataset_dict(path, option)
+            yield from _files_below(path, option, level + 1, seen)
         else:
             yield path
 

@@ -24,6 +24,7 @@ from tiny_tokenizers import make_tokenizer
 from tokenizers import Tokenizer, processors
 
 from convert import conversion
+from convert.calibration_text import read
 from convert.calibration_text.read import read_calibration_text
 from convert.merging.merge_recipe import MergeRecipe
 from convert.output.write_shards import write_shards
@@ -396,6 +397,33 @@ def test_a_tensor_that_all_layers_lack(convert, tmp_path, command, part, eps):
     convert(command, folder, tmp_path / "out", *options[command]).refused(
         f"lacks the tensor model.layers.0.{part}.weight"
     )
+
+
+def test_the_files_of_a_folder_take_turns(parent, tmp_path, capsys, monkeypatch):
+    """Each may hold another kind of text."""
+    monkeypatch.setattr(read, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(read, "_MAX_OPEN_FILES", 2)
+    for n, length in enumerate((1000, 120, 1000)):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps({"input_ids": [10 + n] * length}) + "\n")
+    (tmp_path / "notes.md").write_text("not a text")
+    with open_checkpoint(parent) as checkpoint:
+        text = read_calibration_text(checkpoint, str(tmp_path), 1024)
+    body = text.ids_NT[:, len(text.bos_ids) :].flatten()[:350].tolist()
+    pieces = [(10, 50), (11, 50), (10, 50), (11, 50), (10, 50), (11, 20), (10, 50), (12, 30)]
+    assert body == [token for token, n in pieces for _ in range(n)]
+    assert f"{tmp_path}/notes.md is left out (not a known format)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_text_that_begins_with_the_beginning_token(parent, tmp_path):
+    """A chat template writes it. It is not put there again."""
+    with open_checkpoint(parent) as checkpoint:
+        (bos,) = read_calibration_text(checkpoint, "shipped", 1024).bos_ids
+        given = [bos, *range(5, 68), *([7] * 1000)]
+        (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": given}) + "\n")
+        windows = read_calibration_text(checkpoint, str(tmp_path / "ids.jsonl"), 1024).ids_NT.tolist()
+    n = len(windows[0])
+    assert windows[0] == given[:n]
+    assert windows[1] == [bos, *given[n : 2 * n - 1]]
 
 
 def test_of_many_token_ids_only_those_needed_are_read(parent, tmp_path):

@@ -172,7 +172,8 @@ def test_killed_worker(start_slow, tmp_path, tokenizer, long_source, n_workers):
     assert result.code == 1
     assert result.err.count("\n") == 1
     assert result.err.startswith(
-        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers; finished work"
+        "Error: a worker process was killed, perhaps for lack of memory: try fewer --workers, or divide very long "
+        "documents; finished work"
     )
     assert "the same command continues from there" in result.err
 

@@ -85,6 +85,16 @@ def test_jsonl_compressed(tmp_path, suffix, opener):
     assert read_all("jsonl", path) == expected + [(f"{path}:{i + 7}", t or EMPTY) for i, t in enumerate(TEXTS, 1)]
 
 
+@pytest.mark.parametrize("opener", [open, gzip.open])
+def test_long_first_lines_are_records(tmp_path, opener):
+    """A book or a paper may be longer than what is usually read of a file."""
+    path = tmp_path / f"a.json{'.gz' if opener is gzip.open else ''}"
+    write_jsonl(path, [{"text": "x" * 80_000}] * 2, opener)
+    assert jsonl.holds_records(str(path))
+    write_jsonl(path, [{"model": {"vocab": "x" * 80_000}}], opener)
+    assert not jsonl.holds_records(str(path))
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -177,6 +187,7 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": "a"} {"text": "b"}\n', "not valid JSON (Extra data at column 15)"),
         (b'{"input_ids": "a"}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [1.5]}\n', "field 'input_ids' is not a list of whole numbers"),
+        (b'{"text": "a"}\r{"text": "b"}\r', "not valid JSON: a carriage return within the line; end lines with LF or"),
         (b'{"input_ids": [[1]]}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [[1], 2]}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [1, null]}\n', "field 'input_ids' is not a list of whole numbers"),

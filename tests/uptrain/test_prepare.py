@@ -11,6 +11,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tiny
 from tiny_tokenizers import SENTENCES, make_tokenizer
@@ -117,6 +119,20 @@ def test_what_a_chat_template_has_written_is_not_added_again(tmp_path, bos):
     assert all(ids[0] == tokenizer.bos_token_id for ids in alone if bos)
     more = [ids if i < 2 else [*ids, end] for i, ids in enumerate(alone)]
     assert Encoder(load_tokenizer(tmp_path)).ids(texts) == more
+
+
+def test_a_tokenizer_that_ends_texts_itself(tmp_path):
+    """It does so once, also for a text whose end a chat template has written."""
+    plain = make_tokenizer(tmp_path / "plain", bos=False)
+    backend = Backend.from_file(str(plain / "tokenizer.json"))
+    end = backend.token_to_id("</s>")
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    shutil.copytree(plain, tmp_path / "ends")
+    backend.save(str(tmp_path / "ends/tokenizer.json"))
+    texts = ["one</s>", "one</s>\n", "one", "</s>", "one</s> two"]
+    ours, theirs = (Encoder(load_tokenizer(tmp_path / name)).ids(texts) for name in ("ends", "plain"))
+    assert ours == theirs
+    assert [ids.count(end) for ids in ours] == [1, 1, 1, 1, 2]
 
 
 def test_large_vocabulary_is_32_bit(make, tmp_path):
@@ -394,14 +410,87 @@ def test_sources_follow_each_other(make, tmp_path):
 def test_files_that_are_not_read_are_told_of(uptrain, tmp_path, tokenizer):
     folder = tmp_path / "corpus"
     folder.mkdir()
-    for name in ("a", "b", "c"):
-        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in TEXTS])
+    for seed, name in enumerate("abc"):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in make_texts(seed=seed)])
     fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 32)
     some = uptrain(*fixed, "--tokens", 500, "--out", tmp_path / "some", "--json").succeeded()
     assert some.err.startswith(f"Warning: {folder}: the first 1 of 3 files hold the tokens asked for, and the others")
     assert some.err.count("\n") == 1
     assert json.loads(some.out)["sources"][0]["files"] == 1
     assert not uptrain(*fixed, "--out", tmp_path / "all", "--json").succeeded().err
+
+
+def test_files_of_one_unit_that_are_not_read_are_told_of(uptrain, tmp_path, tokenizer, monkeypatch):
+    """A folder of small files, of which only the first have given tokens."""
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1 << 20)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for seed, name in enumerate("abc"):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in make_texts(9, seed)])
+    fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 16, "--json")
+    whole = json.loads(uptrain(*fixed, "--out", tmp_path / "whole").succeeded().out)["sources"][0]
+    assert whole["files"] == 3
+    for tokens, n_files in ((20, 1), (whole["tokens"] - 1, 3)):
+        result = uptrain(*fixed, "--tokens", tokens, "--out", tmp_path / f"{tokens}").succeeded()
+        (source,) = json.loads(result.out)["sources"]
+        paths = [folder / f"{name}.jsonl" for name in "abc"[:n_files]]
+        assert (source["files"], source["bytes"]) == (n_files, sum(path.stat().st_size for path in paths))
+        assert ("the first 1 of 3 files" in result.err) == (n_files == 1)
+
+
+def test_empty_files_are_not_told_of(uptrain, tmp_path, tokenizer):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, texts in (("a", TEXTS[:5]), ("b", []), ("c", TEXTS[5:])):
+        as_dataset([{"text": text} for text in texts]).to_parquet(folder / f"{name}.parquet")
+    pq.ParquetWriter(folder / "d.parquet", pa.schema([("text", pa.string())])).close()
+    fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 16, "--json")
+    assert not uptrain(*fixed, "--out", tmp_path / "out").succeeded().err
+
+
+def test_the_same_text_twice(uptrain, tmp_path, tokenizer):
+    """Under two names, hard links too, and compressed, it is refused; copies are only warned of."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    file = write_jsonl(folder / "a.jsonl", [{"text": text} for text in TEXTS])
+    fixed = (
+        "prepare",
+        "--data",
+        folder,
+        "--tokenizer",
+        tokenizer,
+        "--seq-len",
+        16,
+        "--out",
+        tmp_path / "out",
+        "--json",
+    )
+    (folder / "b.jsonl").hardlink_to(file)
+    uptrain(*fixed).refused(f"{folder}/b.jsonl and {file} are one file")
+    (folder / "b.jsonl").unlink()
+    (tmp_path / "b.jsonl").hardlink_to(file)
+    uptrain(*fixed, "--data", tmp_path / "b.jsonl").refused("both hold")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+    uptrain(*fixed).refused(f"{folder}/a.jsonl.gz and {file} seem to be one text, of which one is compressed")
+    (folder / "a.jsonl.gz").unlink()
+    shutil.copyfile(file, folder / "copy.jsonl")
+    for name in ("empty", "empty too"):
+        (folder / f"{name}.jsonl").write_text("")
+    warned = uptrain(*fixed).succeeded().err
+    assert warned == f"Warning: {folder}/copy.jsonl has the same content as {file}, so it is trained on twice.\n"
+
+
+def test_datasets_below_the_folder(uptrain, tmp_path, tokenizer):
+    """As in the folder itself: only their own files, and no splits together."""
+    folder = tmp_path / "corpora"
+    write_arrow(folder / "one", [{"text": text} for text in TEXTS])
+    stale = next((folder / "one").glob("*.arrow"))
+    shutil.copyfile(stale, stale.with_name("cache-0123456789abcdef.arrow"))  # as `map` leaves it
+    fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 16, "--json")
+    result = json.loads(uptrain(*fixed, "--out", tmp_path / "out").succeeded().out)
+    assert (result["documents"], result["ignored"]) == (len(TEXTS), [])
+    write_split(folder / "two", [{"text": text} for text in TEXTS])
+    uptrain(*fixed, "--out", tmp_path / "both").refused(f"--data {folder}/two: a DatasetDict of 2 splits; name one")
 
 
 @pytest.mark.parametrize(("tokens", "n"), [(1000, 1000), (1001, 1001), ("all", None)])

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,19 @@ def publish(
             f"{n_other:,} documents have labels other than their input_ids (such as -100 for a prompt). They are "
             "ignored: all tokens of a document are trained on."
         )
-    checksums = _checksums(taken, staging, build.pool, quiet)
+    checksums = _checksums(_paths(taken, records), staging, build.pool, quiet)
+    _warn_of_copies(checksums)
     for unit, _ in taken:
         check_unchanged(unit, records[unit.number].fingerprint)
     shards = {
         unit.number: _shard(staging.folder, unit, n, records[unit.number], cache_format.dtype) for unit, n in taken
     }
-    described = []
+    described, units = [], [unit for source_quota in source_quotas for unit in source_quota.units]
     for i, source in enumerate(sources):
-        units = [unit for unit, _ in taken if unit.source == i]
-        described.append(_describe(source, units, records, shards, checksums))
-        n_read, n_files = described[-1]["files"], len(source.text.files)
+        of_source = [(unit, n) for unit, n in taken if unit.source == i]
+        described.append(_describe(source, of_source, records, shards, checksums))
+        n_read = described[-1]["files"]
+        n_files = len({piece.path for unit in units if unit.source == i for piece in unit.pieces})  # that hold anything
         if n_read < n_files:
             console.warn(
                 f"{source.text.name}: the first {n_read:,} of {n_files:,} files hold the tokens asked for, and the "
@@ -77,9 +80,33 @@ def publish(
     return manifest
 
 
-def _checksums(taken: Taken, staging: Staging, pool: Pool, quiet: bool) -> dict[str, str]:
-    """Return the sha256 of every needed source file, from the journal if it is recorded there."""
-    paths = dict.fromkeys(piece.path for unit, _ in taken for piece in unit.pieces)
+def _paths(taken: Taken, records: Records) -> list[str]:
+    """Return the files that the tokens come from, once each."""
+    return list(dict.fromkeys(path for unit, n in taken for path in _paths_of_unit(unit, n, records[unit.number])))
+
+
+def _paths_of_unit(unit: Unit, n: int, unit_record: UnitRecord) -> list[str]:
+    """Return the files that the first n tokens of a unit come from; all of its files if it has no more."""
+    starts = list(accumulate(unit_record.piece_tokens, initial=0))[:-1]
+    is_cut = n < unit_record.n_tokens and len(starts) == len(unit.pieces)
+    return [piece.path for i, piece in enumerate(unit.pieces) if not is_cut or starts[i] < n]
+
+
+def _warn_of_copies(checksums: dict[str, str]) -> None:
+    """Warn if files that hold something have the same content."""
+    first: dict[str, str] = {}
+    copies = [
+        (path, first[each])
+        for path, each in checksums.items()
+        if first.setdefault(each, path) != path and Path(path).stat().st_size
+    ]
+    if copies:
+        more = f" So do {len(copies) - 1:,} more." if len(copies) > 1 else ""
+        console.warn(f"{copies[0][0]} has the same content as {copies[0][1]}, so it is trained on twice.{more}")
+
+
+def _checksums(paths: list[str], staging: Staging, pool: Pool, quiet: bool) -> dict[str, str]:
+    """Return the sha256 of source files, from the journal if it is recorded there."""
     fingerprints = {path: file_fingerprint(path) for path in paths}
     entries = {path: staging.finished.get(f"sha256 {path}", {}) for path in paths}
     missing = [path for path in paths if entries[path].get("identity") != fingerprints[path]]
@@ -112,10 +139,10 @@ def _truncate(path: Path, size: int) -> str:
 
 
 def _describe(
-    source: Source, units: list[Unit], records: Records, shards: dict[int, CacheShard], checksums: dict[str, str]
+    source: Source, taken: Taken, records: Records, shards: dict[int, CacheShard], checksums: dict[str, str]
 ) -> dict[str, Any]:
     """Return a source's entry in the manifest, for its needed units."""
-    paths = list(dict.fromkeys(piece.path for unit in units for piece in unit.pieces))
+    paths, units = _paths(taken, records), [unit for unit, _ in taken]
     sums = [checksums[path] for path in paths]
     dropped: Counter[str] = Counter()
     for unit in units:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from model.common.errors import InputError
-from model.texts.sources import TextFiles, find_files
+from model.texts.sources import TextFiles, file_identity, find_files
 from uptrain.data.token_cache import is_prepared
 
 _WEIGHT = re.compile(r"-?[\d.]{1,40}(?:e[+-]?\d{1,2})?|\d{1,40}/\d{1,40}", re.ASCII | re.IGNORECASE)
@@ -54,15 +54,16 @@ def find_sources(data: tuple[str, ...], option: str = "--data") -> list[Source]:
 
 def _check_named_once(sources: list[Source], option: str) -> None:
     """Raise InputError if two sources hold the same file, which would then be trained on twice as often."""
-    named: dict[str, str] = {}
+    named: dict[object, str] = {}
     for source in sources:
-        for file in dict.fromkeys(map(os.path.realpath, source.text.files)):
-            if file in named:
+        for identity, file in {file_identity(file): file for file in source.text.files}.items():
+            if identity in named:
+                real = os.path.realpath(file)
                 raise InputError(
-                    f"{option} {named[file]} and {option} {source.text.name} both hold {file}; name each file once. "
-                    "Weights (PATH=WEIGHT) set each source's share of the tokens."
+                    f"{option} {named[identity]} and {option} {source.text.name} both hold {real}; name each file "
+                    "once. Weights (PATH=WEIGHT) set each source's share of the tokens."
                 )
-            named[file] = source.text.name
+            named[identity] = source.text.name
 
 
 def _split_weight(text: str, option: str) -> tuple[str, Fraction | None]:

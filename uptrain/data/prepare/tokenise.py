@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,10 @@ from uptrain.data.prepare.work_units import Unit, UnitRecord, check_unchanged
 
 BATCH = 1 << 20
 """Number of characters, token ids or source bytes to gather before they are encoded and written."""
+
+NO_TOKENIZER = (
+    "a text, but no --tokenizer to tokenise it with (if the record has token ids too, remove the field of the text)"
+)
 
 Progress = Callable[[int, int], None]
 """Callback with the numbers of further bytes read and tokens written. May raise, to stop the work."""
@@ -51,8 +56,10 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Progress) ->
     fingerprint = unit.fingerprint()
     with _Shard(job, unit.number) as shard:
         work = _Work(job, shard, encoder, report)
+        ends = [0]
         for piece in unit.pieces:
             work.read(piece, find_reader(unit.format))
+            ends.append(shard.n_tokens)
         tokens_sha256, documents_sha256 = shard.finish()
     check_unchanged(unit, fingerprint)
     return UnitRecord(
@@ -66,6 +73,7 @@ def tokenise(unit: Unit, job: Job, encoder: Encoder | None, report: Progress) ->
         tokens_sha256=tokens_sha256,
         documents_sha256=documents_sha256,
         other_labels=work.other_labels,
+        piece_tokens=[end - begin for begin, end in pairwise(ends)],
     )
 
 
@@ -142,7 +150,7 @@ class _Work:
         if isinstance(document, Problem):
             return document
         if isinstance(document, str):
-            return None if self._encoder else Problem("a text, but no --tokenizer to tokenise it with")
+            return None if self._encoder else Problem(NO_TOKENIZER)
         out_of_range = (document < 0) | (document >= self._job.vocab_size)
         if not out_of_range.any():
             return None

@@ -2,7 +2,8 @@
 
 A document's ids are the tokenizer's own output, including the special tokens that it adds. If the tokenizer has an
 end-of-sequence token, it is appended to ids that do not end with it. What a chat template has written into a text is
-not added again: special tokens at its start, and an end-of-sequence token with white space after it.
+not added again: special tokens at its start, and an end-of-sequence token with white space after it. Nor by a
+tokenizer that appends this token itself.
 """
 
 import hashlib
@@ -76,6 +77,7 @@ class Encoder:
         self._backend.encode_special_tokens = tokenizer.splits_special
         self._eos_id = tokenizer.eos_id
         self._start = find_leading_ids(self._backend)
+        self._appends_eos = self._backend.encode("a").ids[-1:] == [self._eos_id]
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; the list may be empty. Raises InputError if the tokenizer cannot encode one."""
@@ -85,6 +87,8 @@ class Encoder:
             n = len(self._start)
             if n and ids[:n] == ids[n : 2 * n] == self._start:
                 del ids[:n]
+            if self._appends_eos and self._is_ended(ids[:-1]):
+                ids.pop()
             if self._eos_id is not None and not self._is_ended(ids):
                 ids.append(self._eos_id)
         return ids_of_texts

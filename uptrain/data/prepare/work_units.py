@@ -4,7 +4,7 @@ The division depends on the files only, never on the number of workers or machin
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class UnitRecord:
     documents_sha256: str
     other_labels: int = 0
     """Number of documents whose labels were others than their ids."""
+    piece_tokens: list[int] = field(default_factory=list)
+    """Number of tokens of each piece."""
 
     @property
     def fingerprint(self) -> list[Any]:

@@ -20,7 +20,9 @@ from uptrain.distributed.signals import blocked_in_children
 TICK_SECONDS = 0.2
 """Interval of progress updates."""
 BLOCK_BYTES = 1 << 20
-KILLED_WORKER = "a worker process was killed, perhaps for lack of memory: try fewer --workers"
+KILLED_WORKER = (
+    "a worker process was killed, perhaps for lack of memory: try fewer --workers, or divide very long documents"
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
