@@ -112,7 +112,7 @@ class TransformersModel(nn.Module):
                 "(ALiBi) across the documents of a window."
             )
         context = getattr(config, "max_position_embeddings", None)
-        if context is not None and seq_len > context and not getattr(config, "rope_parameters", None):
+        if context is not None and 0 < context < seq_len and not getattr(config, "rope_parameters", None):
             raise CheckpointError(
                 f"model_type {config.model_type!r} has positions for {context} tokens only, so it cannot be trained or "
                 f"evaluated on windows of {seq_len} tokens; {_shorter(context)}."
@@ -178,7 +178,7 @@ def _kinds(config: Any) -> set[str]:
 
 def _window_in_class(config: Any) -> int | None:
     """Return how many tokens layers with a sliding window see, by a class's config; None if no layer has one."""
-    kinds, window = _kinds(config), _known(config, "sliding_window")
+    kinds, window = _kinds(config), _known(config, "sliding_window") or _known(config, "keep_window_size")  # of Doge
     if kinds and SLIDING not in kinds:
         return None
     if window is None and kinds:
@@ -256,8 +256,8 @@ def check_separation(model: TransformersModel) -> None:
     """Raise CheckpointError if packed documents see each other, or a token sees later ones.
 
     Run three short rows of two documents. Row 1 differs from row 0 in the first document, row 2 in the last token. The
-    second document must also have nearly the logits that it has alone. Skipped for the families of Groupwise, which the
-    tests compare.
+    second document must also have nearly the logits that it has alone, also where the class itself numbers the
+    positions: RoBERTa's do not begin at 0. Skipped for the families of Groupwise, which the tests compare.
     """
     config: Any = model.hf_model.config
     if config.model_type in FAMILIES:
@@ -275,12 +275,18 @@ def check_separation(model: TransformersModel) -> None:
     with refusing(problem, running=True):
         first_TV, other_TV, later_TV = model(ids_BT, None, documents_BT)
         (alone_TV,) = model(ids_BT[:1, half:], None, torch.zeros_like(documents_BT[:1, half:]))
+        (by_class_TV,) = model(ids_BT[:1, half:])
     scale = first_TV.std()
     leaks = (first_TV[half:] - other_TV[half:]).abs().max() > _CLOSE * scale
     sees_later = (first_TV[:-1] - later_TV[:-1]).abs().max() > _CLOSE * scale
     differs_alone = (first_TV[half:] - alone_TV).abs().max() > _NEARLY * scale
-    if leaks or sees_later or differs_alone:
-        problem = "a token sees later ones" if sees_later else "packed documents are not separate"
+    has_other_positions = (by_class_TV - alone_TV).abs().max() > _CLOSE * scale
+    if leaks or sees_later or differs_alone or has_other_positions:
+        problem = "packed documents are not separate"
+        if sees_later:
+            problem = "a token sees later ones"
+        elif has_other_positions and not leaks:
+            problem = "the positions of a text do not begin at 0"
         raise CheckpointError(
             f"model_type {config.model_type!r} cannot be trained or evaluated here: in its class, {problem}."
         )

@@ -227,6 +227,25 @@ def test_biases_that_a_qwen2_does_not_have(tmp_path, change, problem):
         open_checkpoint(write_gguf(tmp_path / "x.gguf", model))
 
 
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        (("self_attn.k_proj", "self_attn.v_proj"), r"lacks model\.layers\.0\.self_attn\.o_proj\.bias"),
+        (("self_attn.o_proj",), r"lacks model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (("mlp.down_proj",), r"lacks model\.layers\.0\.mlp\.gate_proj\.bias"),
+        ((), r"holds lm_head\.bias"),
+    ],
+)
+def test_biases_that_a_llama_does_not_have(tmp_path, parts, problem):
+    """The config says of all projections together whether they have biases. transformers would drop the others."""
+    model = tiny.build("llama", **SHAPE)
+    layers = [layer.get_submodule(part) for layer in model.model.layers for part in parts]
+    for projection in layers or [model.lm_head]:
+        projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(write_gguf(tmp_path / "x.gguf", model))
+
+
 # The tokenizer
 
 

@@ -75,6 +75,7 @@ def test_a_family_begins_with_the_weights_of_its_class(uptrain, convert, begin, 
         ("phi3", tiny.LONGROPE, "use windows of 16 tokens at most (--seq-len 16)"),
         ("t5", {}, "is an encoder-decoder"),
         ("rwkv", {"context_length": 64}, "packed documents are not separate"),
+        ("roberta", {"is_decoder": True, "pad_token_id": 1}, "the positions of a text do not begin at 0"),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 7}, "= 3, which does not divide 7 query heads"),
     ],
 )

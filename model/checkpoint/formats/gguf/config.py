@@ -15,6 +15,10 @@ from model.common.errors import CheckpointError
 ROPE_FACTORS = "rope_freqs.weight"
 END_OF_TEXT = "<|endoftext|>"
 
+QKV, MLP = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 ARCHITECTURES = ("llama", "qwen2")
 
 # The supported keys of an architecture (`llama.*`). Any other key may change the model's output, and is refused.
@@ -81,13 +85,18 @@ def build_config(
     theta = keys.number("rope.freq_base", 10000.0)
     has = tensors.__contains__
     if keys.architecture == "qwen2":
-        _check_qwen2_biases(keys.path, tensors)
+        of_qwen2 = "A Qwen 2 has biases of queries, keys and values, and no others."
+        _check_biases(keys.path, tensors, QKV, of_qwen2)
         build = qwen2_config
     else:
-        biases = {
-            "attention_bias": has("model.layers.0.self_attn.q_proj.bias"),
-            "mlp_bias": has("model.layers.0.mlp.gate_proj.bias"),
-        }
+        kinds = {"attention_bias": (*QKV, "self_attn.o_proj"), "mlp_bias": MLP}
+        biases = {key: any(_is_bias(name, parts) for name in tensors) for key, parts in kinds.items()}
+        biased = tuple(part for key, parts in kinds.items() if biases[key] for part in parts)
+        of_llama = (
+            "In the Llama of transformers, all four projections of attention have biases or none has, and so it is "
+            "with the three of the MLP; nothing else has one."
+        )
+        _check_biases(keys.path, tensors, biased, of_llama)
         build = partial(llama_config, **biases)
     intermediate_size = keys.integer("feed_forward_length")
     _check_mlp(keys.path, tensors, intermediate_size)
@@ -134,19 +143,17 @@ def _check_mlp(path: Path, tensors: Mapping[str, TensorInfo], intermediate_size:
             )
 
 
-def _check_qwen2_biases(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise CheckpointError unless queries, keys and values have biases, and nothing else has."""
+def _is_bias(name: str, parts: tuple[str, ...]) -> bool:
+    return name.endswith(tuple(f"{part}.bias" for part in parts))
+
+
+def _check_biases(path: Path, tensors: Mapping[str, TensorInfo], parts: tuple[str, ...], rule: str) -> None:
+    """Raise CheckpointError, with the rule, unless these parts of each layer have biases, and nothing else has."""
     biased = {name.removesuffix("bias") for name in tensors if name.endswith(".bias")}
-    expected = {
-        name.removesuffix("weight")
-        for name in tensors
-        if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"))
-    }
+    ends = tuple(f"{part}.weight" for part in parts)
+    expected = {name.removesuffix("weight") for name in tensors if name.endswith(ends)}
     if wrong := sorted(biased ^ expected):
-        problem = "holds" if wrong[0] in biased else "lacks"
-        raise CheckpointError(
-            f"{path} {problem} {wrong[0]}bias. A Qwen 2 has biases of queries, keys and values, and no others."
-        )
+        raise CheckpointError(f"{path} {'holds' if wrong[0] in biased else 'lacks'} {wrong[0]}bias. {rule}")
 
 
 def special_tokens(keys: ArchitectureKeys) -> dict[str, int]:
