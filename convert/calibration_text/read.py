@@ -5,10 +5,9 @@ The text is the one that ships with Groupwise, a file, a dataset, or text that t
 """
 
 import lzma
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ MIN_WINDOWS = VALIDATION_EVERY
 """Minimum number of windows, of which the last is for validation."""
 _PIECE_CHARACTERS = 1 << 16
 """Characters of a document that are tokenised at a time."""
-_MAX_OPEN_FILES = 64
-"""Number of files that take turns."""
 _READ_BYTES = 1 << 26
 """Bytes of a file that are read as one piece."""
 _TEXT = Path(__file__).parent / "sample_texts" / "mixture.jsonl.xz"
@@ -159,16 +156,13 @@ def _read_windows(
     """
     n_windows, window = shape
     length = window - len(bos_ids)
-    ids: list[int] = []
-    for piece in _pieces(name):
-        ids += encode_text(piece) if isinstance(piece, str) else piece.tolist()
-        if len(ids) >= n_windows * window:
-            break
+    ids = _read_ids(name, encode_text, n_windows * window)
     windows: list[list[int]] = []
-    start = 0
+    start, longest = 0, length
     while len(windows) < n_windows and length > 0:
         begun = ids[start : start + len(bos_ids)] == bos_ids  # a chat template has written them
         n = window if begun else length
+        longest = max(longest, n)
         if start + n > len(ids):
             break
         windows.append(([] if begun else bos_ids) + ids[start : start + n])
@@ -176,30 +170,42 @@ def _read_windows(
     if len(windows) < n_windows:
         raise CheckpointError(
             f"the calibration text {name} has only {len(ids):,} tokens, and {n_windows} windows of {window} need "
-            f"{n_windows * max(length, 1):,}; give a longer text with --calibration, or fewer --calibration-tokens."
+            f"{n_windows * max(longest, 1):,}; give a longer text with --calibration, or fewer --calibration-tokens."
         )
     return np.asarray(windows, dtype=np.int64)
 
 
-def _pieces(name: str) -> Iterator[str | NDArray[np.int64]]:
-    """Yield the documents of a text, piece by piece. Files take turns, since each may hold another kind of text.
+def _read_ids(name: str, encode_text: Callable[[str], list[int]], n: int) -> list[int]:
+    """Return n tokens of a text, some more, or all that it has.
 
-    A piece is a string or token ids. Raises CheckpointError or InputError for a bad record.
+    Each file gives the same share if it can, since each may hold another kind of text, and then all take turns piece
+    by piece. One file is read at a time: a document may be large.
     """
     text = TextFiles(SHIPPED, "jsonl", (str(_TEXT),)) if name == SHIPPED else _find(name)
-    waiting = iter(text.files)
-    turns = deque(_pieces_of_file(file, text.format) for file in islice(waiting, _MAX_OPEN_FILES))
-    while turns:
-        pieces = turns.popleft()
-        piece = next(pieces, None)
-        if piece is not None:
-            yield piece
-            turns.append(pieces)
-        elif (file := next(waiting, None)) is not None:
-            turns.appendleft(_pieces_of_file(file, text.format))
+    pieces: dict[str, list[list[int]]] = {file: [] for file in text.files}
+    unread, missing = list(text.files), n
+    while unread and missing > 0:
+        share = missing / len(unread)  # of those that have more, once others are at their end
+        for file in list(unread):
+            if missing <= 0:
+                break
+            n_read = 0
+            for piece in islice(_pieces_of_file(file, text.format), len(pieces[file]), None):
+                pieces[file].append(encode_text(piece) if isinstance(piece, str) else piece.tolist())
+                n_read += len(pieces[file][-1])
+                if n_read >= min(share, missing):
+                    break
+            else:
+                unread.remove(file)
+            missing -= n_read
+    return [token for turn in zip_longest(*pieces.values(), fillvalue=[]) for ids in turn for token in ids]
 
 
 def _pieces_of_file(file: str, format_name: str) -> Iterator[str | NDArray[np.int64]]:
+    """Yield the documents of a file, piece by piece, each a string or token ids.
+
+    Raises CheckpointError or InputError for a bad record.
+    """
     reader = find_reader(format_name)
     for part in reader.split(file, _READ_BYTES):
         for record in reader.read(part, "text"):

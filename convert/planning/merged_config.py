@@ -40,25 +40,25 @@ def _add_old_spelling(config: dict[str, Any], family: Family) -> None:
     Nothing is added if the layers' RoPE differs, or if the class knows no other: each class of version 4 has its own
     keys for that. Nor for settings that the class has no key for in version 4, since version 5 reads `rope_scaling` in
     their place. Nor beside a `rope_scaling` of the source, with which version 5 takes the class's own base, not that of
-    `rope_parameters`. Raises CheckpointError if the source has another value under such a key: beside `rope_scaling`,
-    version 5 reads that one, too.
+    `rope_parameters`. Raises CheckpointError if `rope_scaling` would be added to a source that has another value under
+    such a key: beside `rope_scaling`, version 5 reads that one, too.
     """
     if config.get("rope_scaling") is not None or family.rope_by_layer_type:
         return
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or any(isinstance(v, dict) for v in rope.values()):
         return
-    for key, key_inside in (
-        (family.keys.rope_theta, "rope_theta"),
-        (family.keys.partial_rotary_factor, "partial_rotary_factor"),
-    ):
-        refuse_two_values(config, key, "rope_parameters", rope, key_inside)
     added = {family.keys.rope_theta: rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         added[family.keys.partial_rotary_factor] = rope["partial_rotary_factor"]
     if family.rope_keys_without_place(rope):
         return
     if rope.get("rope_type", "default") != "default":
+        for key, key_inside in (
+            (family.keys.rope_theta, "rope_theta"),
+            (family.keys.partial_rotary_factor, "partial_rotary_factor"),
+        ):
+            refuse_two_values(config, key, "rope_parameters", rope, key_inside)
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
         if family.rope_scaling_v4 is not None:
             named = {**rope, "type": rope["rope_type"]}

@@ -105,6 +105,13 @@ class TransformersModel(nn.Module):
                 f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} tokens "
                 f"here: its layers see the last {window} tokens only; {_shorter(window)}."
             )
+        chosen = _known(config, "keep_window_size")  # Doge's
+        if chosen is not None and seq_len > chosen:
+            raise CheckpointError(
+                f"model_type {config.model_type!r} cannot be trained or evaluated on windows of {seq_len} tokens "
+                f"here: in more than {chosen} tokens, it chooses those to attend to among all documents; "
+                f"{_shorter(chosen)}."
+            )
         attention = getattr(config, "attn_config", None)
         if config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False):
             raise CheckpointError(
@@ -178,7 +185,7 @@ def _kinds(config: Any) -> set[str]:
 
 def _window_in_class(config: Any) -> int | None:
     """Return how many tokens layers with a sliding window see, by a class's config; None if no layer has one."""
-    kinds, window = _kinds(config), _known(config, "sliding_window") or _known(config, "keep_window_size")  # of Doge
+    kinds, window = _kinds(config), _known(config, "sliding_window")
     if kinds and SLIDING not in kinds:
         return None
     if window is None and kinds:

@@ -26,6 +26,8 @@ HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a file that tell JSON Lines from other JSON."""
 _OVER_LINES = re.compile(rb'\{(?:[^\n]*[{\[,:])?[ \t\r]*\n(?:\s*["}\]\-0-9]|[ \t]+[{\[])')
 """A line that ends within an object, and a next one that goes on with it, since no record begins so."""
+_ENDED_BY_CR = re.compile(rb"\}[ \t]*\r\s*\{")
+"""Two records, as old Macs wrote them."""
 _RECORDS = re.compile(rb"\{[^\n]*\}[ \t\r]*\n\s*\{|\[\s*\{")
 """Two lines that begin and end as records, or an array of objects."""
 
@@ -61,7 +63,7 @@ def holds_records(path: str) -> bool:
     An array of records counts, so that it is refused and not left out.
     """
     head = _head(path)
-    if head.startswith(b"{") and b"\n" not in head and len(head) > HEAD_BYTES // 2:  # a long first line
+    if head.startswith(b"{") and b"\n" not in head.rstrip():  # the first line may be long
         head = _first_lines(path)
     return _RECORDS.match(head) is not None
 
@@ -152,8 +154,8 @@ def _json_problem(line: bytes, error: ValueError) -> str:
     detail = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     if b"\0" in line:
         return f"not valid JSON: the line holds NUL bytes, the first at byte {line.index(0) + 1}"
-    if b"\r" in line.strip():
-        return f"not valid JSON: a carriage return within the line; end lines with LF or CRLF ({detail})"
+    if _ENDED_BY_CR.search(line):
+        return f"not valid JSON: lines end with a carriage return alone; end them with LF or CRLF ({detail})"
     if not line.endswith(b"\n"):
         return f"not valid JSON: the last line is cut off ({detail})"
     return f"not valid JSON ({detail})"

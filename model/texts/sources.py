@@ -70,7 +70,10 @@ def _hint(name: str) -> str:
 def _find_in_folder(folder: Path, option: str) -> TextFiles:
     _refuse_dataset_dict(folder, option)
     if (folder / STATE).is_file():
-        return TextFiles(str(folder), ARROW, _check_readable(tuple(map(str, _dataset_files(folder)))))
+        of_dataset = _check_readable(tuple(map(str, _dataset_files(folder))))
+        if not of_dataset:
+            raise InputError(f"{option} {folder}: a dataset of no records.")
+        return TextFiles(str(folder), ARROW, of_dataset)
     if is_uptrain_output(folder):
         raise InputError(
             f"{option} {folder} is a training run, a token cache or logits; give the texts that it was made of."
@@ -107,10 +110,13 @@ def _refuse_dataset_dict(folder: Path, option: str) -> None:
 
 
 def _dataset_files(folder: Path) -> list[Path]:
-    """Return the files of a Dataset of `save_to_disk`. Others may lie beside them, such as the results of `map`."""
+    """Return the files of a Dataset of `save_to_disk`; none if it is empty.
+
+    Others may lie beside them, such as the results of `map`.
+    """
     listed = _listed(folder / STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
-    if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
+    if not all(isinstance(name, str) and is_plain_name(name) for name in names):
         raise InputError(f"{folder / STATE} is damaged (_data_files); save the dataset again.")
     return [folder / str(name) for name in names]
 

@@ -91,6 +91,9 @@ def test_long_first_lines_are_records(tmp_path, opener):
     path = tmp_path / f"a.json{'.gz' if opener is gzip.open else ''}"
     write_jsonl(path, [{"text": "x" * 80_000}] * 2, opener)
     assert jsonl.holds_records(str(path))
+    for n in range(jsonl.HEAD_BYTES - 16, jsonl.HEAD_BYTES + 2):  # at the end of what is usually read
+        write_jsonl(path, [{"text": "x" * n}] * 2, opener)
+        assert jsonl.holds_records(str(path)), n
     write_jsonl(path, [{"model": {"vocab": "x" * 80_000}}], opener)
     assert not jsonl.holds_records(str(path))
 
@@ -187,7 +190,7 @@ def test_jsonl_damaged_compression(tmp_path, suffix, opener, damage):
         (b'{"text": "a"} {"text": "b"}\n', "not valid JSON (Extra data at column 15)"),
         (b'{"input_ids": "a"}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [1.5]}\n', "field 'input_ids' is not a list of whole numbers"),
-        (b'{"text": "a"}\r{"text": "b"}\r', "not valid JSON: a carriage return within the line; end lines with LF or"),
+        (b'{"text": "a"}\r{"text": "b"}\r', "not valid JSON: lines end with a carriage return alone; end them with"),
         (b'{"input_ids": [[1]]}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [[1], 2]}\n', "field 'input_ids' is not a list of whole numbers"),
         (b'{"input_ids": [1, null]}\n', "field 'input_ids' is not a list of whole numbers"),

@@ -48,7 +48,8 @@ def make_training(folder: Path, steps: int, report: Any, optimizer: str = "adamw
         "cache": TokenCache.open(caches.write_cache(folder / "cache", [documents], 8, VOCAB)),
         "schedule": Schedule("constant", 0.1, steps, 0), "global_batch": 6, "micro_batch": 2, "seed": 0,
         "checkpoints": SimpleNamespace(save=lambda *_: None, rotate=lambda *_: "", has_lost_lock=lambda: False),
-        "metrics": SimpleNamespace(write=lambda record: ""), "stop_request": SimpleNamespace(reason=""),
+        "metrics": SimpleNamespace(write=lambda record: "", repeated_evaluation=None),
+        "stop_request": SimpleNamespace(reason=""),
         "save_every": 10**6, "eval_cache": None, "eval_every": 1, "spike_sigma": None, "deadline": math.inf,
         "show": report,
     }  # fmt: skip

@@ -487,8 +487,11 @@ def test_datasets_below_the_folder(uptrain, tmp_path, tokenizer):
     stale = next((folder / "one").glob("*.arrow"))
     shutil.copyfile(stale, stale.with_name("cache-0123456789abcdef.arrow"))  # as `map` leaves it
     fixed = ("prepare", "--data", folder, "--tokenizer", tokenizer, "--seq-len", 16, "--json")
+    as_dataset([]).save_to_disk(folder / "empty")
     result = json.loads(uptrain(*fixed, "--out", tmp_path / "out").succeeded().out)
     assert (result["documents"], result["ignored"]) == (len(TEXTS), [])
+    alone = ("prepare", "--data", folder / "empty", "--tokenizer", tokenizer, "--seq-len", 16, "--out", tmp_path / "no")
+    uptrain(*alone).refused("a dataset of no records")
     write_split(folder / "two", [{"text": text} for text in TEXTS])
     uptrain(*fixed, "--out", tmp_path / "both").refused(f"--data {folder}/two: a DatasetDict of 2 splits; name one")
 

@@ -33,13 +33,15 @@ def test_tensorboard(uptrain, inputs, tmp_path):
 def test_tensorboard_shows_repeated_steps_once(uptrain, inputs, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "run"
-    more = ("--track", "tensorboard", "--save-every", 4, "--keep-last", 3)
+    more = ("--track", "tensorboard", "--save-every", 4, "--keep-last", 3, "--schedule", "constant")
+    more += ("--eval-data", inputs["held_out"], "--eval-every", 4)
     uptrain(*real_runs.arguments(inputs, out, *more)).succeeded()
     shutil.rmtree(out / "checkpoints/step-00000012")  # as a kill leaves it
     uptrain("resume", out).succeeded()
-    assert real_runs.events(out, "resumed")[0]["step"] < 12
+    assert real_runs.events(out, "resumed")[0]["step"] == 8
     log = events.EventAccumulator(str(out / "tensorboard/run")).Reload()
     assert [event.step for event in log.Scalars("loss")] == list(range(1, 13))
+    assert [event.step for event in log.Scalars("held-out/loss")] == [0, 4, 8, 12]
 
 
 class Failing:

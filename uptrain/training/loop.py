@@ -386,6 +386,8 @@ def _evaluate_if_due(training: Training, step: int) -> str | None:
         return _reason(training)
     means = result.to_dict()
     log_record(training, {"step": step, "evaluation": means})
+    if step == training.metrics.repeated_evaluation:  # trackers have it
+        return None
     numbers = {f"held-out/{name}": value for name, value in means.items() if value is not None}
     log_tracker_failures(training, step, log_to_trackers(training.accelerator, numbers, step))
     return None

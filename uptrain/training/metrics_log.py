@@ -49,6 +49,8 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting = ""
+        self.repeated_evaluation: int | None = None
+        """The step whose evaluation `rewind` has removed, if the run makes it again at once."""
 
     def write(self, record: Record) -> str:
         """Append a line. If the disk is full, keep it for the next write, and return the error the first time."""
@@ -86,6 +88,8 @@ class Metrics:
                 break
             if "event" in record or record["step"] < step:
                 kept_lines.append(lines[-1])
+            elif "evaluation" in record and record["step"] == step:
+                self.repeated_evaluation = step
             lines.pop()
         replace_file(self.path, "".join([*lines, *reversed(kept_lines)]).encode())
 

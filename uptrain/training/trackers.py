@@ -22,7 +22,7 @@ def start_trackers(
 ) -> list[str]:
     """Start the trackers that the accelerator was made with, for the run in a folder; `run_id` outlives a resume.
 
-    `step`: where the run goes on. What was sent of later steps is sent again.
+    `step`: where the run goes on. What was sent of later steps is removed, since it is sent again.
     """
     wanted, started, failures = accelerator.log_with, list[Any](), list[str]()
     for kind in wanted:
