@@ -89,7 +89,9 @@ def _check_device(device: str) -> None:
 
 
 def _check_is_output(source: Checkpoint, out_path: Path) -> None:
-    """Raise CheckpointError if OUT is a run, was trained since, or is the source and SOURCE the output."""
+    """Raise CheckpointError if OUT is a run, was trained since, or is the source, also if SOURCE is the output."""
+    if out_path.resolve() == source.path.resolve():
+        raise CheckpointError(f"SOURCE and OUT are one folder, {out_path}; the order is convert verify SOURCE OUT.")
     if (out_path / RUN_JSON).is_file():
         raise CheckpointError(
             f"{out_path} is the folder of a run, whose weights are other ones; give the converted model that the run "
@@ -101,7 +103,10 @@ def _check_is_output(source: Checkpoint, out_path: Path) -> None:
             f"but {source.path} was; the order is convert verify SOURCE OUT."
         )
     trained, known = out_path / UPTRAINING_RECORD, source.side_files.get(UPTRAINING_RECORD)
-    if trained.is_file() and (known is None or not has_content(trained, known)):  # `to-hf` copies the source's
+    is_converted = (out_path / CONVERSION_RECORD).is_file()
+    if (
+        is_converted and trained.is_file() and (known is None or not has_content(trained, known))
+    ):  # `to-hf` copies the source's
         raise CheckpointError(
             f"{out_path} was trained after its conversion ({UPTRAINING_RECORD}), so its weights are other ones; give "
             "the converted model that the run began with."

@@ -319,8 +319,8 @@ def test_a_count_with_its_noun():
 
 
 def test_time_is_two_operations_for_each_product_of_a_parameter_and_a_token():
-    alone = training_time.estimate_time(training_time.flops_per_token(10**9, 10**9, 0) * 10**12, 4)
-    assert alone["flops"] == 6 * 10**21
+    alone = training_time.estimate_time(training_time.flops_per_token(10**9, 10**9, 0) * 10**12, 4, 0.25)
+    assert (alone["flops"], alone["recomputing_share"]) == (6 * 10**21, 0.25)
     assert alone["device_hours"]["H100"] == pytest.approx(6e21 / (0.4 * 989e12) / 3600)
     assert alone["hours"]["H100"] == alone["device_hours"]["H100"] / 4
     assert training_time.flops_per_token(10**9, 10**9, 10**9) == 8 * 10**9
@@ -351,3 +351,10 @@ def test_evaluations_of_more_than_a_fifth_are_warned_of():
     assert evaluation_warning(20, 100) is None
     words = "read 2,100 held-out tokens in all, and the training 10,000; a larger --eval-every or less --eval-data"
     assert words in evaluation_warning(2100, 10_000)
+
+
+def test_a_random_model_continues_no_schedule():
+    """It has had no pre-training, though its length gives the number of its steps."""
+    budget = budget_of(BudgetOptions(alpha=0.1, original_tokens=10**9, global_batch_tokens=SEQ_LEN, lr=1e-3))
+    assert budget.schedule("inverse-sqrt", None).original_steps == budget.original_steps > 0
+    assert budget.schedule("inverse-sqrt", None, from_scratch=True).original_steps == 0

@@ -324,6 +324,7 @@ def test_a_trained_model_is_not_verified_as_a_conversion(tmp_path, uptrain, conv
         f"{out} was trained after its conversion (uptraining.json)", "give the converted model that the run began with"
     )
     convert("verify", parent, run).refused(f"{run} is the folder of a run", "give the converted model that the run")
+    convert("verify", merged, merged).refused(f"SOURCE and OUT are one folder, {merged}")
     convert("verify", merged, parent).refused(
         f"{parent} has no groupwise.json", f"but {merged} was; the order is convert verify SOURCE OUT."
     )

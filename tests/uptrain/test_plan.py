@@ -1,6 +1,7 @@
 """`uptrain plan` tells what a run will be, and refuses what it cannot know."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +262,35 @@ def test_flops_are_those_of_the_products_that_torch_counts(uptrain, tmp_path, fa
     vectors = sum(x.numel() for x in model.parameters() if x.dim() == 1)
     vectors += sum(x.numel() for name, x in model.named_parameters() if name.endswith("_proj_bias")) // 2  # of experts
     assert planned["time"]["all"]["flops"] == products + 2 * 6 * vectors
+
+
+@pytest.mark.parametrize(
+    "family", ["dots1", "flex_olmo", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"]
+)
+def test_of_experts_only_those_count_that_a_token_uses(uptrain, tmp_path, family):
+    key = {"dots1": "n_routed_experts", **dict.fromkeys(("granitemoe", "mixtral", "phimoe"), "num_local_experts")}
+    model = tiny.build(family, **{key.get(family, "num_experts"): 4})
+    path = tiny.save(model, tmp_path / "model")
+    part = ("--trainable", "attention")
+    planned = plan(uptrain, path, "--steps", 1, "--global-batch-tokens", 2, "--seq-len", 2, "--lr", 1e-3, *part)
+    model.config._experts_implementation = "eager"  # torch counts no grouped products
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(torch.tensor([[1, 2]]))
+    counted = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    products = sum(flops for name, flops in counted.items() if "bmm" not in name and "attention" not in name)
+    vectors = sum(x.numel() for x in tiny.tensors(path).values() if x.dim() == 1)
+    trained = planned["memory"]["attention"]["gradients_bytes"] // 4
+    assert planned["time"]["attention"]["flops"] == 2 * (4 * (products // 4 + vectors) + 2 * trained)
+
+
+@pytest.mark.parametrize(("trainable", "share"), [("all", 1 / 3), ("attention", 0.44), ("kv", 0.48), ("lora", 0.49)])
+def test_recomputing_takes_another_forward_pass(uptrain, tmp_path, trainable, share):
+    """Of the layers, so the share is larger the less is trained besides."""
+    model, _ = write_llama_2_7b(tmp_path)
+    fixed = (model, "--steps", 2, "--global-batch-tokens", 65536, "--seq-len", 4096, "--lr", 1e-4)
+    assert plan(uptrain, *fixed)["time"][trainable]["recomputing_share"] == pytest.approx(share, abs=0.015)
+    shown = uptrain("plan", *fixed, "--trainable", trainable).out
+    assert re.search(r"with --activation-checkpointing \d\d% more", " ".join(shown.split()))
 
 
 @pytest.mark.parametrize(("processes", "windows"), [(1, 4), (2, 2), (4, 1)])

@@ -268,7 +268,7 @@ def test_files_that_are_left_out_are_named(uptrain, tmp_path):
     result = uptrain(*run, "--global-batch-tokens", 64).succeeded()
     warning = f"Warning: --data: 1 files or folders that hold no texts are left out, such as {texts / 'notes.md'}."
     assert warning in result.err.splitlines()
-    assert "1 documents" in result.err
+    assert "1 document," in result.err
 
 
 def test_runs_and_models_beside_the_texts_are_no_texts(uptrain, tmp_path, monkeypatch):

@@ -87,7 +87,8 @@ class Budget:
                 "--original-tokens, or choose another schedule."
             )
         warmup = default_warmup(self.steps) if warmup_steps is None else warmup_steps
-        return Schedule(kind, self.peak_lr, self.steps, warmup, original_steps=self.original_steps or 0)
+        original_steps = 0 if from_scratch else self.original_steps or 0
+        return Schedule(kind, self.peak_lr, self.steps, warmup, original_steps=original_steps)
 
 
 def make_budget(

@@ -21,7 +21,7 @@ class MethodFacts:
 
 
 _BY_WEIGHTS = MethodFacts(
-    "above the parent's; in docs/study.md, it is below that of the mean on small Llamas, but not on SmolLM2", _THIRD
+    "above the parent's; in docs/study.md, it is below that of the mean, except by the weights alone on SmolLM2", _THIRD
 )
 # A model fitted to its parent is so close to it that a third can do harm (docs/study.md, "Which parameters to train";
 # docs/study/latent.md, "Results"). For latent attention only `attention` was measured.

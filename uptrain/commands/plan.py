@@ -184,14 +184,15 @@ def _summary(plan: dict[str, Any]) -> str:
     if fitting and fit is None:
         return _nothing_fits(n)
     devices = "on one device" if n == 1 else f"on each of {n} devices"
-    hours = f"{_hours(plan['time'][part]['hours']['H100'])} on {n} H100"
+    time = plan["time"][part]
+    share = time["recomputing_share"] if fit and fit["activation_checkpointing"] else 0
+    hours = f"{_hours((1 + share) * time['hours']['H100'])} on {n} H100"
     if fit is None:
         memory = plan["memory"][part]
         each = memory[REPLICATED] if n == 1 else memory[SHARDED][str(n)]
         return f"training {part} takes {format_bytes(each)} {devices}, and {hours}"
-    more = "a third more than " if fit["activation_checkpointing"] else ""
     each = format_bytes(fit["bytes_per_process"])
-    return f"training {part} takes {each} {devices} with the options below, and {more}{hours}"
+    return f"training {part} takes {each} {devices} with the options below, and {hours}"
 
 
 def _planned_part(plan: dict[str, Any]) -> str:
@@ -328,7 +329,8 @@ def _estimates(plan: dict[str, Any], details: bool) -> list[tuple[str, str]]:
         return [("disk, estimate", f"for checkpoints: {disk}"), ("loss at step 0", plan["first_loss"])]
     time = ", ".join(f"{_hours(hours)} on {n} {name}" for name, hours in plan["time"][part]["hours"].items())
     disk = f"{format_bytes(memory[part]['disk_bytes'])} for checkpoints"
-    return [("time, estimate", f"{time}; with --activation-checkpointing a third more"), ("disk, estimate", disk)]
+    more = f"with --activation-checkpointing {plan['time'][part]['recomputing_share']:.0%} more"
+    return [("time, estimate", f"{time}; {more}"), ("disk, estimate", disk)]
 
 
 def _layouts(plan: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:

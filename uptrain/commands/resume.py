@@ -30,7 +30,9 @@ class WithSettingsOfTheRun(click.Command):
 @click.command("resume", cls=WithSettingsOfTheRun)
 @click.argument("run", type=PathType())
 @micro_batch_option("Windows that a process computes at a time from now on. Fewer take less memory.")
-@click.option("--activation-checkpointing", is_flag=True, help="Use less memory from now on, and a third more time.")
+@click.option(
+    "--activation-checkpointing", is_flag=True, help="Use less memory from now on, and a quarter to a half more time."
+)
 @max_minutes_option("Save and stop again after M minutes.")
 def command(run: Path, micro_batch: int | None, activation_checkpointing: bool, max_minutes: float | None) -> None:
     """Resume RUN, and train it to its end.

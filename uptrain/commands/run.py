@@ -208,7 +208,7 @@ def _check_no_nul(text: str) -> str:
     help="Leave out updates whose gradient norm is more than σ standard deviations above the mean of the last 128.",
 )
 @click.option("--compile", is_flag=True, help="Compile the student's layers: slower to start, then faster.")
-@click.option("--activation-checkpointing", is_flag=True, help="Use less memory, and a third more time.")
+@click.option("--activation-checkpointing", is_flag=True, help="Use less memory, and a quarter to a half more time.")
 @click.option("--track", type=click.Choice(TRACKERS), multiple=True, help="Also log to this tracker.")
 @max_minutes_option("Save and stop after M minutes; `uptrain resume` continues.")
 def command(**options: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.common.console import echo, format_bytes, warn
+from model.common.counts import counted
 from model.common.machine import n_cores
 from model.texts.hub import HUB
 from uptrain.data.default_sizes import choose_seq_len
@@ -133,4 +134,4 @@ def _build(options: PrepareOptions, quiet: bool) -> None:
         warn(f"{options.option}: {n} are left out, such as {ignored[0]}.")
     if not quiet:
         where = "" if options.temporary else f" into {options.out}"
-        echo(f"Tokenised{where}: {summary['documents']:,} documents, {summary['tokens']:,} tokens", err=True)
+        echo(f"Tokenised{where}: {counted(summary['documents'], 'document')}, {summary['tokens']:,} tokens", err=True)

@@ -7,9 +7,8 @@ from typing import Any
 from model.checkpoint import TensorInfo
 from model.checkpoint.tensor import is_buffer, layer_number
 
-_EXPERTS, _N_EXPERTS, _N_USED = ".experts.", "num_local_experts", "num_experts_per_tok"
-"""Joined experts in the names of tensors, and their numbers in config.json: those of gpt_oss, the one such family that
-`uptrain` trains."""
+_N_EXPERTS, _N_USED = ("num_local_experts", "num_experts", "n_routed_experts"), "num_experts_per_tok"
+"""The number of experts in config.json, by family, and how many of them a token uses."""
 
 
 def count_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -26,11 +25,18 @@ def count_multiplied(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -
     parameters = without_buffers(tensors)
     matrices = [prod(x.shape) for x in parameters if layer_number(x.name) is None and len(x.shape) == 2]
     n_multiplied = count_parameters(parameters) - sum(matrices) + max(matrices, default=0)
-    n_experts, n_used = config.get(_N_EXPERTS), config.get(_N_USED)
-    if isinstance(n_experts, int) and isinstance(n_used, int) and 0 < n_used < n_experts:
-        experts = count_parameters(x for x in parameters if _EXPERTS in x.name and x.shape[:1] == (n_experts,))
+    n_experts = next((config[key] for key in _N_EXPERTS if isinstance(config.get(key), int)), None)
+    n_used = config.get(_N_USED)
+    if n_experts is not None and isinstance(n_used, int) and 0 < n_used < n_experts:
+        experts = count_parameters(x for x in parameters if _is_of_experts(x, n_experts))
         n_multiplied -= experts // n_experts * (n_experts - n_used)
     return n_multiplied
+
+
+def _is_of_experts(tensor: TensorInfo, n_experts: int) -> bool:
+    """Return whether a tensor is of one expert, or of all experts joined, as gpt_oss and granitemoe store them."""
+    is_joined = len(tensor.shape) == 3 and tensor.shape[0] == n_experts
+    return ".experts." in tensor.name or is_joined
 
 
 def without_buffers(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:

@@ -35,7 +35,7 @@ from uptrain.estimates import REPLICATED, SHARDED
 from uptrain.estimates.memory import MEMORY_FORMULA, Memory, MemoryEstimator, MemoryOptions
 from uptrain.estimates.memory_fit import first_that_fits
 from uptrain.estimates.parameter_counts import count_parameters
-from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token_of
+from uptrain.estimates.training_time import MFU, TIME_FORMULA, estimate_time, flops_per_token_of, recomputing_share
 from uptrain.models.trainable_choices import DEFAULT_LORA_RANK, TRAINABLE, resolve_lora_rank
 from uptrain.models.trainable_parts import part_pattern, parts_of, text_only_warning
 from uptrain.models.vocabularies import check_embedding_rows, check_same_vocab_size
@@ -279,7 +279,8 @@ def _time_of(run: _Run, trainable: str) -> dict[str, Any] | None:
     """Return the time of training a part; None if the model does not have it."""
     if trainable not in parts_of(run.estimator.config):
         return None
-    return estimate_time(flops_per_token_of(run.estimator, trainable) * run.budget.tokens, run.options.processes)
+    flops = flops_per_token_of(run.estimator, trainable) * run.budget.tokens
+    return estimate_time(flops, run.options.processes, recomputing_share(run.estimator, trainable))
 
 
 def program_on(devices: int) -> str:

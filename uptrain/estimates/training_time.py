@@ -3,7 +3,7 @@
 from typing import Any
 
 from uptrain.estimates.memory import MemoryEstimator
-from uptrain.estimates.parameter_counts import count_multiplied
+from uptrain.estimates.parameter_counts import count_lm_head, count_multiplied, without_buffers
 
 MFU = 0.40
 """Model FLOPs utilisation; public runs of dense models of 1 to 13 B parameters report 0.33 to 0.46."""
@@ -33,11 +33,22 @@ def flops_per_token_of(estimator: MemoryEstimator, trainable: str) -> int:
     return flops_per_token(*(count_multiplied(tensors, estimator.config) for tensors in read))
 
 
-def estimate_time(flops: int, processes: int) -> dict[str, Any]:
-    """Return the operations, and the hours that they take on the devices of PEAK_FLOPS."""
+def recomputing_share(estimator: MemoryEstimator, trainable: str) -> float:
+    """Return the operations of `--activation-checkpointing`, as a share of the others: the layers' forward pass."""
+    lm_head = count_lm_head(without_buffers(estimator.tensors))
+    in_layers = count_multiplied(estimator.tensors, estimator.config) - lm_head
+    return 2 * in_layers / flops_per_token_of(estimator, trainable)
+
+
+def estimate_time(flops: int, processes: int, share: float) -> dict[str, Any]:
+    """Return the operations, and the hours that they take on the devices of PEAK_FLOPS.
+
+    `share`: see `recomputing_share`.
+    """
     device_hours = {name: flops / (MFU * peak) / 3600 for name, peak in PEAK_FLOPS.items()}
     return {
         "flops": flops,
         "device_hours": device_hours,
         "hours": {name: hours / processes for name, hours in device_hours.items()},
+        "recomputing_share": share,
     }
