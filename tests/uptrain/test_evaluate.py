@@ -147,7 +147,7 @@ def test_texts_are_tokenised_into_a_temporary_folder(uptrain, tmp_path):
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "some words"}\n')
     result = uptrain("evaluate", model, "--data", text, "--seq-len", 16)
-    assert (result.code, "Tokenised: 1 documents" in result.err) == (0, True), result.err
+    assert (result.code, "Tokenised: 1 document," in result.err) == (0, True), result.err
     assert uptrain("evaluate", model, "--data", text, "--seq-len", 16, "--json").err == ""
     text.write_text('{"text": ""}\n')
     refusal = uptrain("evaluate", model, "--data", text, "--seq-len", 16)
