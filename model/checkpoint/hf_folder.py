@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model.common.errors import CheckpointError
-from model.files.names import CALIBRATION_TOKENS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
+from model.files.names import CALIBRATION_TOKENS, CHECKPOINTS, CONVERSION_RECORD, METRICS, MODEL_CARD, RUN_JSON
 from model.files.paths import leads_outside, refuse_dangling, refuse_outside
 from model.files.read import (
     BOM,
@@ -106,9 +106,23 @@ def weights_in(folder: Path) -> list[str]:
     return sorted({f.name for pattern in WEIGHTS for f in folder.glob(pattern)})
 
 
+def refuse_checkpoint_of_run(folder: Path) -> None:
+    """Raise CheckpointError if a folder is RUN/checkpoints/step-N of a run of `uptrain`.
+
+    Read directly, it would be taken for the model that the run began with, whose model card and records lie in RUN.
+    """
+    step, run = re.fullmatch(r"step-0*([0-9]+)", folder.name), folder.parent.parent
+    if step and folder.parent.name == CHECKPOINTS and (run / RUN_JSON).is_file():
+        raise CheckpointError(
+            f"{folder} is a checkpoint of a run; make a model of it first: uptrain export {shlex.quote(str(run))} OUT "
+            f"--step {step[1]}"
+        )
+
+
 def refuse_without_weights(folder: Path) -> NoReturn:
     """Raise the CheckpointError for a folder that no reader matches. It states the reason."""
     refuse_adapter(folder)
+    refuse_checkpoint_of_run(folder.resolve())
     elsewhere = _look_elsewhere(folder)
     if elsewhere:
         raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
@@ -142,11 +156,11 @@ def _look_elsewhere(folder: Path) -> str:
         return f" To convert a GGUF model, name the file itself: {gguf[0]}"
     if any(folder.glob("original/consolidated.*.pth")):
         return f" To convert the model in Meta's format, name its folder: {folder / 'original'}"
-    if (folder / RUN_JSON).is_file() and (folder / "checkpoints").is_dir():
+    if (folder / RUN_JSON).is_file() and (folder / CHECKPOINTS).is_dir():
         return f" It is the folder of a run; make a model of it first: uptrain export {shlex.quote(str(folder))} OUT"
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):  # a model in the cache of Hugging Face
         return f" Name one of its snapshots: {snapshots[-1].parent}"
-    for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
+    for name in ("model_and_optim", "pytorch_model_fsdp_0"):  # of OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):

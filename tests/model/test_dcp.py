@@ -163,21 +163,20 @@ def test_saved_by_two_processes(convert, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_our_own_training_writes(convert, tmp_path, tied):
+    """The tensors of a run's checkpoint, copied out of it: beside a config.json, they are a checkpoint like others."""
     source = tiny.save(tiny.build(tie_word_embeddings=tied), tmp_path / "source")
     loss_module = LossModule(load_model(source, dtype=torch.float32), "next-token", None)
     optimizer = torch.optim.AdamW(loss_module.parameters())
     ids, documents = torch.arange(24).view(2, 12), torch.zeros(2, 12, dtype=torch.long)
     loss_module(ids, ids, documents).backward()
     optimizer.step()
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    CheckpointStore(
-        run / "checkpoints", Accelerator(cpu=True), keep_last=1, save_every=1, check_lock=lambda: None
-    ).save(loss_module, optimizer, {"step": 1})
-    tensors = run / "checkpoints/step-00000001/tensors"
-    shutil.copytree(source, run / "model")
-    (run / "model/model.safetensors").unlink()
-    (run / "run.json").write_text("{}")
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    CheckpointStore(checkpoints, Accelerator(cpu=True), keep_last=1, save_every=1, check_lock=lambda: None).save(
+        loss_module, optimizer, {"step": 1}
+    )
+    tensors = checkpoints / "step-00000001/tensors"
+    shutil.copy(source / "config.json", tensors)
     trained = AutoModelForCausalLM.from_pretrained(source)
     trained.load_state_dict(loss_module.student.state_dict(), strict=not tied)
     assert not torch.equal(trained.lm_head.weight, tiny.build(tie_word_embeddings=tied).lm_head.weight)
@@ -186,15 +185,12 @@ def test_what_our_own_training_writes(convert, tmp_path, tied):
         assert_same_conversion(convert, folder, tensors, tmp_path, groups)
 
 
-@pytest.mark.parametrize("where", ["here", "above", "run"])
+@pytest.mark.parametrize("where", ["here", "above"])
 def test_where_config_is_found(convert, tmp_path, where):
     model = tiny.build()
-    path = write_dcp(tmp_path / "run/checkpoints/step-00000012/tensors", prefixed(model.state_dict(), "model.student."))
-    (tmp_path / "run/run.json").write_text("{}")
-    home = {"here": path, "above": path.parent, "run": tmp_path / "run/model"}[where]
-    convert("inspect", path).refused(
-        "needs the model's config.json", str(path), str(path.parent), "run/model", "copy it"
-    )
+    path = write_dcp(tmp_path / "project/step-12", prefixed(model.state_dict(), "model."))
+    home = {"here": path, "above": path.parent}[where]
+    convert("inspect", path).refused("needs the model's config.json", f"neither there nor in {path.parent}: copy it")
     tiny.save(model, tmp_path / "whole")
     (tmp_path / "whole/model.safetensors").unlink()
     shutil.copytree(tmp_path / "whole", home, dirs_exist_ok=True)
@@ -209,22 +205,25 @@ def test_where_config_is_found(convert, tmp_path, where):
     if where == "above":  # whose folders are other checkpoints
         files = {name for name in files if "/" not in name}
     assert set(summary["side_files"]) == files
-    elsewhere = [f"config.json, and the files beside it, are those of {home}, since {path} has none."]
+    elsewhere = ["config.json, and the files beside it, are those of the folder above, since the checkpoint has none."]
     assert summary["notes"] == ([] if where == "here" else elsewhere)
     convert("mha-to-gqa", "--method", "mean", path, tmp_path / "out", "--groups", 2).succeeded()
     convert("verify", path, tmp_path / "out").succeeded()
     assert json.loads((tmp_path / "out/groupwise.json").read_text())["source"]["groupwise"]["groups"] == 8
-    if where != "above":
-        convert("inspect", path.parent).refused("itself holds no weights", "name the folder of its tensors", str(path))
+    (tmp_path / "project").rename(tmp_path / "moved")  # what was written does not depend on where SOURCE lies
+    convert("verify", tmp_path / "moved/step-12", tmp_path / "out").succeeded()
 
 
-@pytest.mark.parametrize("place", ["x/y/z/dcp", "x/checkpoints/step-00000012/tensors"])
-def test_a_folder_called_model_is_a_runs_only_in_a_run(convert, tmp_path, place):
-    """Three levels up, it may be any other model's."""
-    path = write_dcp(tmp_path / place, tiny.build().state_dict())
-    tiny.save(tiny.build(), tmp_path / "x/model")
-    result = convert("inspect", path).refused("needs the model's config.json", str(path.parent))
-    assert str(tmp_path / "x/model") not in result.err
+@pytest.mark.parametrize("given", ["step-00000120", "step-00000120/tensors"])
+def test_a_checkpoint_of_a_run_is_refused(convert, tmp_path, given):
+    """It would be taken for the model that the run began with, whose card and records are those of the run's folder."""
+    run = tmp_path / "my run"
+    path = write_dcp(run / "checkpoints/step-00000120/tensors", prefixed(tiny.build().state_dict(), "model.student."))
+    tiny.save(tiny.build(), run / "model")
+    (run / "run.json").write_text("{}")
+    convert("inspect", path.parent.parent / given).refused(f"uptrain export '{run}' OUT --step 120")
+    (run / "run.json").unlink()  # then it is not Groupwise's
+    convert("inspect", path).refused("needs the model's config.json")
 
 
 def test_a_project_around_the_checkpoint_is_not_copied(convert, tmp_path):

@@ -7,12 +7,12 @@ import click
 
 from model.common import console
 from model.common.command_options import PathType, WholeNumber, json_option
-from model.files.names import METRICS
+from model.files.names import CHECKPOINTS, METRICS
 from model.files.staging import check_room
 from uptrain.checkpoints.files import input_error_if_removed
 from uptrain.commands.options import check_one_process
 from uptrain.distributed.signals import interruptible
-from uptrain.runs.run_folder import CHECKPOINTS, MODEL, Run
+from uptrain.runs.run_folder import MODEL, Run
 from uptrain.runs.settings import Settings
 from uptrain.training.learning_rate import decay_start
 from uptrain.training.loss_rise import rise_warning

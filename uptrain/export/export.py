@@ -20,7 +20,7 @@ from model.common.typed_json import json_bytes
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import HF_PREFIX
-from model.files.names import CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
+from model.files.names import CHECKPOINTS, CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.files.staging import new_folder
 from model.files.write import copy_file, sync_tree, write_file
 from model.language_model import InsideWrapper, WithLanguageModel, open_language_model, text_config_key
@@ -31,7 +31,7 @@ from uptrain.models.stored_names import stored_names
 from uptrain.models.trainable_parts import common_dtype
 from uptrain.runs.fingerprints import check_same_frozen
 from uptrain.runs.make_folder import refuse_existing
-from uptrain.runs.run_folder import CHECKPOINTS, MODEL, RUN_STATE, Run, model_folder, read_run_state
+from uptrain.runs.run_folder import MODEL, RUN_STATE, Run, model_folder, read_run_state
 from uptrain.runs.settings import Settings
 from uptrain.training.loss_module import STUDENT
 from uptrain.training.metrics_log import read_metrics
@@ -138,7 +138,8 @@ def exported_size(run_folder: Path, checkpoint: Path, dtype: str) -> int:
 
 def _open_weights(run: Run, folder: Path, checkpoint: Path) -> Checkpoint:
     """Open the weights of a checkpoint, together with those that are not trained from the initial model."""
-    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, (f"model.{STUDENT}{HF_PREFIX}", f"model.{STUDENT}"))
+    prefixes = (f"model.{STUDENT}{HF_PREFIX}", f"model.{STUDENT}")
+    trained: Checkpoint = DistributedFolder(checkpoint / TENSORS, prefixes, folder / MODEL)
     weights = trained
     if run.settings.trainable != "all":
         model = Path(run.settings.model)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from model.common.processes import is_running, pid_namespace
-from model.files.names import METRICS
+from model.files.names import CHECKPOINTS, METRICS
 from uptrain.checkpoints.files import find_damage, is_kept_for_extend, list_checkpoints
 from uptrain.report.history import History
-from uptrain.runs.run_folder import CHECKPOINTS
 
 SPEED_STEPS = 32
 """Number of last steps over which the speed is the median."""

@@ -18,9 +18,9 @@ from model.common.errors import (
     is_out_of_memory,
 )
 from model.common.printable import first_sentence, one_line
+from model.files.names import CHECKPOINTS
 from uptrain.checkpoints.files import list_checkpoints
 from uptrain.checkpoints.tensors import SaveError
-from uptrain.runs.run_folder import CHECKPOINTS
 
 
 @contextmanager

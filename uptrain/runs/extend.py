@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.checkpoint.formats.dcp.metadata import METADATA, read_metadata
 from model.common.errors import InputError
-from model.files.names import METRICS
+from model.files.names import CHECKPOINTS, METRICS
 from model.files.paths import check_name
 from model.files.write import copy_file
 from uptrain.budget.budget import BudgetOptions, check_repetition, steps_of
@@ -23,7 +23,7 @@ from uptrain.runs.checks import epochs_of
 from uptrain.runs.fingerprints import check_same, check_same_data
 from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
 from uptrain.runs.resolve_settings import find_data
-from uptrain.runs.run_folder import CHECKPOINTS, Run, model_folder
+from uptrain.runs.run_folder import Run, model_folder
 from uptrain.training.learning_rate import EXTENDABLE, decay_start
 from uptrain.training.metrics_log import read_metrics, write_metrics
 

@@ -12,14 +12,14 @@ from model.common import checks
 from model.common.errors import InputError
 from model.common.typed_json import check_types, make, parse_object
 from model.files.lock import FileLock, LockedError
-from model.files.names import METRICS, RUN_JSON
+from model.files.names import CHECKPOINTS, METRICS, RUN_JSON
 from model.files.paths import leads_outside
 from model.files.read import MAX_CONFIG_BYTES, read_bytes_up_to
 from model.files.write import remove_temporary_files
 from uptrain.budget.budget import Budget
 from uptrain.runs.settings import Settings
 
-MODEL, CHECKPOINTS, RUN_STATE, LOCK = "model", "checkpoints", "run_state.json", ".lock"
+MODEL, RUN_STATE, LOCK = "model", "run_state.json", ".lock"
 PARENT_TYPES = {"run": str, "step": int}
 FINGERPRINTED = {
     "model": "another model", "teacher": "another teacher", "teacher_logits": "other logits",

@@ -29,7 +29,7 @@ from model.common.processes import pid_namespace, process_start
 from model.common.typed_json import json_bytes
 from model.decoder.devices import fast_float32_matmul
 from model.files.lock import FileLock, LockLostError
-from model.files.names import RUN_JSON
+from model.files.names import CHECKPOINTS, RUN_JSON
 from model.files.write import replace_file
 from uptrain.budget.budget import Budget
 from uptrain.checkpoints.files import FREE_SPACE_FACTOR, checkpoints_on_disk, list_checkpoints
@@ -47,7 +47,7 @@ from uptrain.runs.fingerprints import check_same, check_same_data, run_fingerpri
 from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.progress import ProgressSink, without_errors
 from uptrain.runs.resolve_settings import find_data
-from uptrain.runs.run_folder import CHECKPOINTS, MODEL, RUN_STATE, Run, locked, read_run_state
+from uptrain.runs.run_folder import MODEL, RUN_STATE, Run, locked, read_run_state
 from uptrain.runs.settings import Settings
 from uptrain.training.loop import (
     NO_STEP,

@@ -11,7 +11,6 @@ from model.checkpoint.formats.dcp.olmo_core import is_olmo_core, olmo2_config
 from model.checkpoint.tensor import TensorInfo
 from model.common.errors import CheckpointError
 from model.common.typed_json import json_bytes
-from model.files.names import RUN_JSON
 
 
 @dataclass(frozen=True)
@@ -24,17 +23,20 @@ class ConfigSource:
     notes: tuple[str, ...] = ()
 
 
+_FROM_ABOVE = "config.json, and the files beside it, are those of the folder above, since the checkpoint has none."
+"""A note for the user. It has no path: it is part of the output's card, which must not depend on where SOURCE lies."""
+
+
 def find_config_source(path: Path, framework: FrameworkNames | None, tensors: Iterable[TensorInfo]) -> ConfigSource:
-    """Return the nearest folder with config.json: the checkpoint's, its parent, or RUN/model of an uptraining run.
+    """Return the nearest folder with config.json: the checkpoint's, or its parent.
 
     OLMo-core's own config.json is read if there is no Hugging Face one. Raises CheckpointError if there is neither.
     """
-    places = [path, path.absolute().parent, *_model_of_run(path.absolute())]
+    places = [path, path.absolute().parent]
     olmo_core = []
     for place in places:
         if (place / "config.json").is_file():
-            elsewhere = f"config.json, and the files beside it, are those of {place}, since {path} has none."
-            source = ConfigSource(place, *hf_folder.read_config(place), () if place == path else (elsewhere,))
+            source = ConfigSource(place, *hf_folder.read_config(place), () if place == path else (_FROM_ABOVE,))
             if not is_olmo_core(source.config):
                 return source
             olmo_core.append(source)
@@ -45,15 +47,6 @@ def find_config_source(path: Path, framework: FrameworkNames | None, tensors: It
     kind = f"is {framework.title}'s" if framework else "is a torch.distributed.checkpoint"
     which = f" (Hugging Face's, of model_type {' or '.join(framework.model_types)})" if framework else ""
     raise CheckpointError(
-        f"{path} {kind}, which needs the model's config.json{which}; it is in none of "
-        f"{', '.join(map(str, places))}: copy it, with the tokenizer's files, into the first."
+        f"{path} {kind}, which needs the model's config.json{which}; it is neither there nor in {places[1]}: copy it, "
+        "with the tokenizer's files, into the first."
     )
-
-
-def _model_of_run(path: Path) -> list[Path]:
-    """Return RUN/model, if the path is RUN/checkpoints/step-…/tensors of an uptraining run."""
-    if len(path.parents) < 3:
-        return []
-    step, checkpoints, run = path.parents[:3]
-    is_run = path.name == "tensors" and step.name.startswith("step-") and checkpoints.name == "checkpoints"
-    return [run / "model"] if is_run and (run / RUN_JSON).is_file() else []

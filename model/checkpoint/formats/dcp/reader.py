@@ -14,7 +14,7 @@ import numpy as np
 
 from model.checkpoint import hf_folder
 from model.checkpoint.formats import rope_order
-from model.checkpoint.formats.dcp.config_source import find_config_source
+from model.checkpoint.formats.dcp.config_source import ConfigSource, find_config_source
 from model.checkpoint.formats.dcp.metadata import METADATA, Entry, read_metadata
 from model.checkpoint.formats.dcp.names import find_framework
 from model.checkpoint.formats.dcp.tensors import own_names, renamed
@@ -36,8 +36,11 @@ class DistributedFolder(Checkpoint):
     reader_bytes = TORCH_READER_BYTES
     keep_source_shards = False
 
-    def __init__(self, path: Path, prefixes: Sequence[str] = ()) -> None:
-        """Open a folder. The model's prefix is the first of `prefixes` that occurs, or else found from the names."""
+    def __init__(self, path: Path, prefixes: Sequence[str] = (), config_folder: Path | None = None) -> None:
+        """Open a folder. The model's prefix is the first of `prefixes` that occurs, or else found from the names.
+
+        config.json and the other files come from `config_folder`, or else are found nearby.
+        """
         self.path = path
         if not (path / METADATA).is_file():
             raise CheckpointError(
@@ -47,9 +50,11 @@ class DistributedFolder(Checkpoint):
         requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
         framework, prefix = find_framework(path, entries) if requested is None else (None, requested)
         parts = own_names(path, entries, prefix, framework)
-        source = find_config_source(
-            path, framework, [TensorInfo(n, DTYPES[e.dtype], e.shape) for n, e in parts.items()]
-        )
+        if config_folder is not None:
+            source = ConfigSource(config_folder, *hf_folder.read_config(config_folder))
+        else:
+            infos = [TensorInfo(name, DTYPES[part.dtype], part.shape) for name, part in parts.items()]
+            source = find_config_source(path, framework, infos)
         self._config_folder, self.config_bytes, self.config = source.folder, source.config_bytes, source.config
         self.notes = source.notes
         model = renamed(path, parts, framework, self.config)
@@ -126,4 +131,6 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
+    """Open a folder. Raises CheckpointError for a checkpoint of `uptrain`, some of whose tensors may be elsewhere."""
+    hf_folder.refuse_checkpoint_of_run(path.resolve().parent)
     return DistributedFolder(path)
