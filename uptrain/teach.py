@@ -21,6 +21,7 @@ from model.common.command_options import AUTO_DEVICE
 from model.common.errors import InputError
 from model.decoder.devices import fast_float32_matmul, out_of_memory_as_run_error
 from model.decoder.loading import LanguageModel
+from model.files.paths import refuse_inside
 from model.files.staging import Staging, check_out, check_room
 from model.files.write import sync_file, write_file
 from uptrain.budget.conversion_record import conversion_method
@@ -75,6 +76,7 @@ def teach(options: TeachOptions, quiet: bool = True) -> dict[str, Any]:
     wanted = _wanted_manifest(options, cache)
     if options.out.exists():
         return _summary(options.out, _already_complete(options.out, wanted, cache), was_complete=True)
+    refuse_inside(options.out, options.model, options.data)
     n_each = windows_per_shard(wanted.seq_len, wanted.n_windows, wanted.top_k, wanted.dtype)
     own_shard = options.machine_shard or MachineShard()
     parts = [

@@ -28,14 +28,14 @@ class CalibrationOptions:
         return self.calibration_tokens or DEFAULT_TOKENS
 
     @property
-    def calibration_option(self) -> str | None:
-        """An option that was given and needs a calibration text."""
+    def calibration_options(self) -> list[str]:
+        """The options that were given and need a calibration text."""
         given = {
             "--calibration": self.calibration not in (None, NONE),
             "--calibration-tokens": self.calibration_tokens is not None,
             "--device": self.device != AUTO_DEVICE,
         }
-        return next((option for option, is_given in given.items() if is_given), None)
+        return [option for option, is_given in given.items() if is_given]
 
 
 def warn_of_unused_seed(options: CalibrationOptions, recipe: Recipe) -> None:

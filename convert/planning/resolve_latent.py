@@ -135,12 +135,12 @@ def _frequencies(source_rope: SourceRope, stock: LatentSizes, options: LatentOpt
 
 def _refuse_unused(options: LatentOptions, sizes: LatentSizes) -> None:
     """Raise CheckpointError for an option of the calibration where there is none."""
-    given = options.calibration_option or ("--refine" if options.refine else None)
-    if given is None:
+    given = [*options.calibration_options, *(["--refine"] if options.refine else [])]
+    if not given:
         return
     if options.calibration == NONE:
-        raise CheckpointError(f"{given} needs a calibration text, but --calibration none was given.")
+        raise CheckpointError(f"{given[0]} needs a calibration text, but --calibration none was given.")
     raise CheckpointError(
-        f"{given} has no use: latent attention of {sizes.kv_lora_rank} + {sizes.qk_rope_head_dim} with "
+        f"{given[0]} has no use: latent attention of {sizes.kv_lora_rank} + {sizes.qk_rope_head_dim} with "
         f"{sizes.frequencies} frequencies computes what the source does, without calibration; leave it out."
     )

@@ -29,10 +29,10 @@ class MergeOptions(CalibrationOptions):
     refine: int | None = None
 
     @property
-    def fitting_option(self) -> str | None:
-        """An option that was given and changes only a merge that is fitted to a text."""
-        given = self.calibration_option or ("--refine" if self.refine else None)
-        return given or ("--refit" if self.refit else None)
+    def merge_options(self) -> list[str]:
+        """The options that were given and change only how heads are merged."""
+        given = {"--method": self.method, "--refit": self.refit, "--refine": self.refine}
+        return [*(option for option, value in given.items() if value), *self.calibration_options]
 
 
 def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: MergeOptions) -> MergeRecipe:
@@ -42,17 +42,18 @@ def resolve_merge(checkpoint: Checkpoint, n_kv_heads: int | None, options: Merge
     embedding does not fit the vocabulary. If the model does not support the default method, another one must be
     requested: the others cost far more quality.
     """
-    if options.calibration == NONE and options.calibration_option:
+    if options.calibration == NONE and options.calibration_options:
         raise CheckpointError(
-            f"{options.calibration_option} needs a calibration text, but --calibration none was given."
+            f"{options.calibration_options[0]} needs a calibration text, but --calibration none was given."
         )
     geometry = read_geometry(checkpoint)
     n_kv_heads = geometry.n_kv_heads if n_kv_heads is None else n_kv_heads
     check_n_kv_heads(geometry, n_kv_heads, options.method)
     check_vocabulary(checkpoint)  # before a text is read, or downloaded
     if n_kv_heads == geometry.n_kv_heads:
-        if unused := options.fitting_option or ("--method" if options.method else None):
-            console.warn(f"{unused} has no effect: the model has {n_kv_heads} K/V heads already.")
+        if unused := options.merge_options:
+            have = "have" if len(unused) > 1 else "has"
+            console.warn(f"{', '.join(unused)} {have} no effect: the model has {n_kv_heads} K/V heads already.")
         return MergeRecipe("mean")
     if options.method is not None:
         _check_method(checkpoint, geometry, options.method)
@@ -85,9 +86,9 @@ def _recipe(checkpoint: Checkpoint, geometry: Geometry, options: MergeOptions) -
     """Return the recipe of a requested method, with its calibration text."""
     assert options.method is not None
     by_layer = options.method in LAYER_METHODS
-    if not by_layer and options.calibration_option:
+    if not by_layer and options.calibration_options:
         raise UnsupportedMethodError(
-            f"{options.calibration_option} cannot be combined with --method {options.method}, which needs no text."
+            f"{options.calibration_options[0]} cannot be combined with --method {options.method}, which needs no text."
         )
     recipe = MergeRecipe(options.method, options.seed or 0, options.refit, options.refine or 0)
     if by_layer and options.calibration == NONE:

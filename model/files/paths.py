@@ -46,6 +46,13 @@ def similar_path(path: Path) -> Path | None:
     return path.parent / names[0] if names else None
 
 
+def refuse_inside(out: Path, *folders: Path | None, advice: str = "choose another --out") -> None:
+    """Raise InputError if `out` lies in one of the folders that a command reads, which must not change."""
+    for folder in folders:
+        if folder and lies_in(out, folder):
+            raise InputError(f"{out} lies in {folder}, which is only read; {advice}.")
+
+
 def lies_in(path: Path, folder: Path) -> bool:
     """Return whether a path is a folder or lies inside it, however the two are spelled.
 

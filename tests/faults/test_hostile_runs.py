@@ -189,6 +189,9 @@ def test_a_model_out_of_the_run_is_not_copied(uptrain, hostile, tmp_path, comman
     (tmp_path / "home").rename(run / "inside")
     (run / "model").unlink()
     (run / "model").symlink_to("inside")
+    (run / "inside/config.json").rename(tmp_path / "config.json")
+    uptrain(*COMMANDS[command](run)).refused(f"{run}/model has no config.json")
+    (tmp_path / "config.json").rename(run / "inside/config.json")
     uptrain(*COMMANDS[command](run), *(("--max-minutes", 0) if command == "extend" else ())).succeeded()
 
 

@@ -247,8 +247,13 @@ def test_the_teacher_is_not_the_model_itself(uptrain, inputs, tmp_path):
 def test_a_run_lies_outside_of_its_models(uptrain, inputs, tmp_path):
     for name in ("model", "parent"):
         out = inputs[name] / "runs/first"
-        uptrain(*real_runs.arguments(inputs, out, loss="distill")).refused(f"{out} lies in {inputs[name]}, which the")
-        assert not out.parent.exists()
+        for command in (
+            real_runs.arguments(inputs, out, loss="distill"),
+            ("teach", inputs[name], "--data", inputs["data"], "--out", out),
+            ("prepare", "--tokenizer", inputs[name], "--data", inputs["data"], "--seq-len", 32, "--out", out),
+        ):
+            uptrain(*command).refused(f"{out} lies in {inputs[name]}, which is only read")
+            assert not out.parent.exists()
     run = tmp_path / "run"
     uptrain(*real_runs.arguments(inputs, run, steps=4)).succeeded()
     out = inputs["model"] / "longer"
@@ -272,6 +277,10 @@ def test_a_teacher_that_was_merged_too(uptrain, convert, inputs, tmp_path):
         for result in (run, uptrain(*fixed, "--teacher", teacher)):
             result.succeeded()
             assert (warning in result.err) == warns
+    for model, teacher, warns in ((inputs["parent"], merged, True), (smaller, merged, False)):
+        swapped = uptrain("plan", model, *fixed[2:], "--teacher", teacher)
+        swapped.succeeded()
+        assert (f"the teacher {merged} was converted from" in swapped.err) == warns
     taught = uptrain("teach", merged, "--data", inputs["data"], "--out", tmp_path / "logits", "--top-k", 4)
     assert f"Warning: {merged} is a converted model" in taught.err
     again = uptrain("teach", inputs["parent"], "--data", inputs["data"], "--out", tmp_path / "more", "--top-k", 4)

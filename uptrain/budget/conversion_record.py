@@ -52,7 +52,7 @@ def no_teacher_warning(model: Path) -> str | None:
 
 
 def teacher_warning(model: Path, teacher: Path) -> str | None:
-    """Return a warning if the teacher has fewer K/V heads than the model's parent: it was then converted itself.
+    """Return a warning if the teacher was converted: its record, or its number of K/V heads, says so.
 
     A teacher of another size than the model, such as a larger one, is not compared.
     """
@@ -60,7 +60,8 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
     from model.language_model import open_language_model
 
     conversion = _last_conversion_of_attention(model)
-    if conversion is None or conversion.source_kv_heads is None:
+    of_teacher = None if conversion else _last_conversion_of_attention(teacher)
+    if of_teacher is None and (conversion is None or conversion.source_kv_heads is None):
         return None
     try:
         with open_language_model(model) as student, open_language_model(teacher) as other:
@@ -69,6 +70,13 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
         return None
     if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size):
         return None
+    if of_teacher is not None:
+        return (
+            f"the teacher {teacher} was converted from {of_teacher.source}, and {model} was not converted; usually the "
+            "converted model is trained, and its parent is the teacher. Are the two swapped?"
+        )
+    assert conversion is not None
+    assert conversion.source_kv_heads is not None
     if theirs.latent is None and theirs.n_kv_heads >= conversion.source_kv_heads:
         return None
     found = "latent attention" if theirs.latent else f"{theirs.n_kv_heads} K/V heads"

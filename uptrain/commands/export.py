@@ -8,6 +8,7 @@ import click
 from model.common import console
 from model.common.command_options import PathType, WholeNumber, json_option
 from model.files.names import CHECKPOINTS, METRICS
+from model.files.paths import refuse_inside
 from model.files.staging import check_room
 from uptrain.checkpoints.files import input_error_if_removed
 from uptrain.commands.options import check_one_process
@@ -39,7 +40,7 @@ def command(run: Path, out: Path, step: int | None, dtype: str | None, as_json: 
     card. `uptraining.json` records the training.
     """
     check_one_process("export")
-    from uptrain.runs.make_folder import refuse_existing, refuse_inside
+    from uptrain.runs.make_folder import refuse_existing
 
     content = Run.read(run)  # refused, as an OUT that exists, before torch is imported, which takes seconds
     settings = content.settings

@@ -4,9 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.checkpoint.formats.dcp.metadata import METADATA, read_metadata
+from model.checkpoint.hf_folder import read_config
 from model.common.errors import InputError
 from model.files.names import CHECKPOINTS, METRICS
-from model.files.paths import check_name
+from model.files.paths import check_name, refuse_inside
 from model.files.write import copy_file
 from uptrain.budget.budget import BudgetOptions, check_repetition, steps_of
 from uptrain.checkpoints.files import (
@@ -21,7 +22,7 @@ from uptrain.checkpoints.files import (
 from uptrain.data.token_cache import TokenCache
 from uptrain.runs.checks import epochs_of
 from uptrain.runs.fingerprints import check_same, check_same_data
-from uptrain.runs.make_folder import make_folder, refuse_existing, refuse_inside
+from uptrain.runs.make_folder import make_folder, refuse_existing
 from uptrain.runs.resolve_settings import find_data
 from uptrain.runs.run_folder import Run, model_folder
 from uptrain.training.learning_rate import EXTENDABLE, decay_start
@@ -43,7 +44,8 @@ def extend(folder: Path, out: Path, steps: int, wanted: BudgetOptions) -> None:
     """Make the folder of a longer run, with the checkpoint that it resumes at and the metrics up to there.
 
     `wanted`: what `steps` was computed from. Raises InputError if data, teacher or frozen tensors are not those that
-    the run began with, if the data would be read too often, or if RUN/model is a link out of the run.
+    the run began with, if the data would be read too often, or if RUN/model is a link out of the run;
+    CheckpointError if it has no valid config.json.
     """
     run, model = Run.read(folder), model_folder(folder)
     check_name(folder.resolve(), "RUN")
@@ -75,6 +77,7 @@ def extend(folder: Path, out: Path, steps: int, wanted: BudgetOptions) -> None:
         records = [record for record in read_metrics(folder / METRICS) if record["step"] <= branch]
         write_metrics(unfinished / METRICS, records)
 
+    read_config(model)  # before anything is written
     with input_error_if_removed(source):
         make_folder(longer, budget, run.fingerprints, model, out, parent, fill)
 

@@ -17,6 +17,7 @@ from model.common.launcher_variables import world_size
 from model.decoder.attention import gpu_has_flash_attention, is_flash_head_dim, torch_has_packed_attention
 from model.decoder.config import is_native, read_llama_config
 from model.files.names import METRICS, RUN_JSON
+from model.files.paths import refuse_inside
 from model.language_model import read_language_config
 from uptrain.budget.budget import (
     BudgetOptions,
@@ -46,7 +47,7 @@ from uptrain.models.checks import check_init, check_models, check_teacher_tokeni
 from uptrain.models.trainable_parts import text_only_warning
 from uptrain.runs.checks import check_batch, check_is_not_student, check_layer_names, epochs_of, own_logits_warning
 from uptrain.runs.extend import extend, extended_steps
-from uptrain.runs.make_folder import refuse_existing, refuse_inside
+from uptrain.runs.make_folder import refuse_existing
 from uptrain.runs.progress import ProgressSink, training_bar
 from uptrain.runs.resolve_settings import find_data, resolve_settings
 from uptrain.runs.run_folder import Run

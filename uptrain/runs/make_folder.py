@@ -12,7 +12,6 @@ from model.checkpoint.hf_folder import list_files
 from model.common.errors import InputError
 from model.common.typed_json import json_bytes
 from model.files.names import CONVERSION_RECORD, MODEL_CARD, RUN_JSON
-from model.files.paths import lies_in
 from model.files.staging import check_out, new_folder
 from model.files.write import copy_file, sync_tree, write_file
 from uptrain.budget.budget import Budget
@@ -53,13 +52,6 @@ def make_folder(
         fill(folder)
         write_file(folder / RUN_JSON, json_bytes(asdict(run)))
         sync_tree(folder)
-
-
-def refuse_inside(out: Path, *folders: Path | None, advice: str = "choose another --out") -> None:
-    """Raise InputError if `out` lies in one of the folders that a run reads, which must not change."""
-    for folder in folders:
-        if folder and lies_in(out, folder):
-            raise InputError(f"{out} lies in {folder}, which the run reads; {advice}.")
 
 
 def refuse_existing(out: Path, advice: str = "choose another --out") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from model.common.console import warn
 from model.common.errors import InputError
+from model.files.paths import refuse_inside
 from model.files.staging import check_out
 from uptrain.data.prepare import journal
 from uptrain.data.prepare.build import CacheBuild
@@ -73,6 +74,7 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     folder, where the corrected command resumes.
     """
     check_out(options.out)
+    refuse_inside(options.out, options.tokenizer)
     if (options.tokenizer is None) == (options.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
     sources = find_sources(options.data, options.option)
