@@ -55,7 +55,7 @@ def _rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         if steps := status[name]:
             last = ", ".join(f"{step:,}" for step in steps[-8:])
             rows.append((title, f"{len(steps):,}: step {'… ' if len(steps) > 8 else ''}{last}"))
-    rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none yet"))
+    rows.append(("checkpoints", "\n".join(map(_checkpoint, status["checkpoints"])) or "none"))
     if status["parent"]:
         rows.append(("extends", f"{status['parent']['run']} from step {status['parent']['step']:,}"))
     return rows + _next(status)

@@ -87,7 +87,7 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
         raise InputError(f"{run_folder} has no checkpoint of step {step}; it has those of: {steps}.")
     if not checkpoints:
         resume = f"`uptrain resume {shlex.quote(str(run_folder))}`"
-        raise InputError(f"{run_folder} has no checkpoint yet; {resume} trains on.")
+        raise InputError(f"{run_folder} has no checkpoint; {resume} trains on.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     with input_error_if_removed(checkpoint):
         if problem := find_damage(checkpoint):
