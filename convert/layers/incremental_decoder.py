@@ -17,6 +17,7 @@ from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM
 from model.decoder.loading import build_meta, load_llama
+from model.decoder.transformers_classes import cache_argument
 from model.families import find_family
 
 
@@ -78,7 +79,7 @@ class _Native(IncrementalDecoder):
 
 class _Transformers(IncrementalDecoder):
     def __init__(self, hf_model: Any) -> None:
-        self._model = hf_model
+        self._model, self._cache_argument = hf_model, cache_argument(hf_model)
         self.n_embeddings = self._model.get_input_embeddings().weight.shape[0]
 
     def begin(self, n_rows: int, n_tokens: int) -> None:
@@ -90,5 +91,5 @@ class _Transformers(IncrementalDecoder):
     @torch.inference_mode()
     def append(self, ids_B: Tensor) -> Tensor:
         ids_B1 = ids_B[:, None].to(self._model.device)
-        logits_B1V: Tensor = self._model(ids_B1, past_key_values=self._cache, use_cache=True).logits
+        logits_B1V: Tensor = self._model(ids_B1, use_cache=True, **{self._cache_argument: self._cache}).logits
         return logits_B1V[:, 0].float().cpu()

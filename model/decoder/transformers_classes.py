@@ -76,6 +76,11 @@ def build_observable_model(model_type: str, config: Mapping[str, Any], source: s
     return model.eval()
 
 
+def cache_argument(hf_model: nn.Module) -> str:
+    """Return the name of the KV cache among a model's arguments, and in its outputs: transformers 5.24 changed it."""
+    return "cache" if "cache" in inspect.signature(hf_model.forward).parameters else "past_key_values"
+
+
 def no_attention_function(model_type: str) -> CheckpointError:
     """Return the error for a class that does not call the attention function of its config."""
     return CheckpointError(

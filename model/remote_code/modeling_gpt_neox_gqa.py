@@ -11,6 +11,7 @@ in all (num_attention_heads + 2 * num_key_value_heads) * head_size. With as many
 query head, and this is exactly the stock layout. Query head h reads K/V head h // (heads per group).
 """
 
+from dataclasses import fields
 from typing import ClassVar
 
 from torch import nn
@@ -21,6 +22,9 @@ from transformers.models.gpt_neox import modeling_gpt_neox as stock
 from transformers.utils import can_return_tuple
 
 from .configuration_gpt_neox_gqa import GPTNeoXGQAConfig
+
+# The name of the cache among arguments and outputs, which transformers 5.24 changed.
+CACHE = "cache" if "cache" in (field.name for field in fields(CausalLMOutputWithPast)) else "past_key_values"
 
 
 def eager_attention(module, query, key, value, attention_mask, **kwargs):
@@ -112,6 +116,7 @@ class GPTNeoXGQAForCausalLM(stock.GPTNeoXPreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        cache=None,
         **kwargs,
     ):
         """Return logits of all tokens, or of the last `logits_to_keep`; with `labels`, the loss too."""
@@ -120,8 +125,8 @@ class GPTNeoXGQAForCausalLM(stock.GPTNeoXPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{CACHE: past_key_values if cache is None else cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -132,7 +137,7 @@ class GPTNeoXGQAForCausalLM(stock.GPTNeoXPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=body.past_key_values,
             hidden_states=body.hidden_states,
             attentions=body.attentions,
+            **{CACHE: getattr(body, CACHE)},
         )

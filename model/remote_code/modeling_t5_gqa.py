@@ -55,30 +55,32 @@ class T5GQAAttention(T5Attention):
         mask=None,
         key_value_states=None,
         position_bias=None,
-        past_key_values=None,
+        past_key_values=None,  # before transformers 5.24
         cache_position=None,  # transformers 4 only
+        cache=None,
         **kwargs,
     ):
         """Attend to `hidden_states` themselves, or to the encoder's, which are `key_value_states`."""
         crossing = key_value_states is not None
-        n_tokens, n_before, cache = hidden_states.shape[1], 0, past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            cache = past_key_values.cross_attention_cache if crossing else past_key_values.self_attention_cache
-        if cache is not None and not crossing:
-            n_before = cache.get_seq_length(self.layer_idx)
+        n_tokens, n_before = hidden_states.shape[1], 0
+        both = own = past_key_values if cache is None else cache
+        if isinstance(both, EncoderDecoderCache):
+            own = both.cross_attention_cache if crossing else both.self_attention_cache
+        if own is not None and not crossing:
+            n_before = own.get_seq_length(self.layer_idx)
         positions = torch.arange(n_tokens, device=hidden_states.device) + n_before
 
         query = self._heads(self.q(hidden_states))
-        if crossing and cache is not None and past_key_values.is_updated.get(self.layer_idx):
-            key, value = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        if crossing and own is not None and both.is_updated.get(self.layer_idx):
+            key, value = own.layers[self.layer_idx].keys, own.layers[self.layer_idx].values
         else:
             states = key_value_states if crossing else hidden_states
             key, value = self._heads(self.k(states)), self._heads(self.v(states))
-            if cache is not None:
+            if own is not None:
                 where = {"cache_position": None if crossing else cache_position}
-                key, value = cache.update(key, value, self.layer_idx, where)
+                key, value = own.update(key, value, self.layer_idx, where)
                 if crossing:
-                    past_key_values.is_updated[self.layer_idx] = True
+                    both.is_updated[self.layer_idx] = True
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._relative_bias(positions, key.shape[2])  # the other layers are handed this one's
 

@@ -29,6 +29,7 @@ from model.decoder.config import read_llama_config
 from model.decoder.generation import decode
 from model.decoder.kv_cache import KVCache
 from model.decoder.llama import LlamaForCausalLM as Ours
+from model.decoder.transformers_classes import cache_argument
 from scripts.bench.machine import Row, write_rows
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -74,6 +75,7 @@ class Decoding:
         room = context + steps
         is_static = compiled != "neither"
         self.their_cache = StaticCache(theirs.config, room) if is_static else DynamicCache(config=theirs.config)
+        self.their_arguments = {cache_argument(theirs): self.their_cache}
         self.cache = KVCache(ours.config, batch, room, ours.lm_head_weight.dtype, self.device)
         self.cache.make_room(room if compiled == "both" else context)
         shape = (batch, context, ours.config.n_kv_heads, ours.config.head_dim)
@@ -101,7 +103,7 @@ class Decoding:
                 if name == "ours":
                     self.our_ids = decode(self.ours, self.our_ids, self.cache).argmax(-1)
                 else:
-                    output = self.theirs(self.their_ids[:, None], past_key_values=self.their_cache)
+                    output = self.theirs(self.their_ids[:, None], **self.their_arguments)
                     self.their_ids = output.logits[:, -1].argmax(-1)
                 synchronise(self.device)
                 if step >= WARM_UP:

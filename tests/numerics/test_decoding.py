@@ -16,6 +16,7 @@ from model.common.errors import CheckpointError, InputError
 from model.decoder import generation, kv_cache
 from model.decoder.generation import decode, pad_left, prefill
 from model.decoder.kv_cache import KVCache
+from model.decoder.transformers_classes import cache_argument
 
 
 @pytest.mark.parametrize("rope", ["default", "dynamic", "llama3"])
@@ -68,7 +69,7 @@ def test_cached_decoding_equals_transformers_beyond_the_original_context(tmp_pat
     our_cache = KVCache(ours.config, 2, 45, torch.float32, "cpu")
     with torch.inference_mode():
         for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 45))):
-            expected = hf_model(ids[:, start:stop], past_key_values=their_cache).logits[:, -1]
+            expected = hf_model(ids[:, start:stop], **{cache_argument(hf_model): their_cache}).logits[:, -1]
             assert (prefill(ours, ids[:, start:stop], our_cache) - expected).abs().max() <= 1e-5, stop
 
 

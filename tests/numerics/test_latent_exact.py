@@ -20,6 +20,7 @@ from convert.latent.frequencies import SourceRope, folds, frequencies_at, rope_p
 from convert.latent.sizes import LatentSizes
 from convert.latent.stock_tensors import StockNames, from_stock_tensors, to_stock_tensors
 from convert.layer_tensors.head_matrices import HeadMatrices
+from model.decoder.transformers_classes import cache_argument
 
 LARGEST_DIFFERENCE, LARGEST_DIVERGENCE = 1e-4, 1e-10
 BY_WEIGHTS = ("--calibration", "none")
@@ -227,7 +228,7 @@ def test_the_cache_of_transformers_holds_the_latent_and_the_rotated_key(convert,
     options = ("--latent", 12, "--rope", 4, *BY_WEIGHTS, "--json")
     report = json.loads(convert("mha-to-mla", source, tmp_path / "out", *options).out)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    cache = model(torch.arange(10)[None], use_cache=True).past_key_values
+    cache = getattr(model(torch.arange(10)[None], use_cache=True), cache_argument(model))
     nbytes = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
     assert nbytes == 10 * tiny.N_LAYERS * (12 + 4) * 4  # float32
     assert report["kv_cache_bytes_per_token"] == {"before": tiny.N_LAYERS * 2 * 64 * 2, "after": nbytes // 10 // 2}

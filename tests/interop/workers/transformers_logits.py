@@ -1,4 +1,7 @@
-"""Open folders in the transformers of this environment; answer with their logits and what the config was taken for."""
+"""Open folders in the transformers of this environment; answer with what the config was taken for, and logits.
+
+Models of Groupwise's own code also decode some tokens.
+"""
 
 import json
 import sys
@@ -27,12 +30,13 @@ def open_and_run(folder, ids):
     auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if config.get("is_encoder_decoder"):
         auto, inputs["decoder_input_ids"] = AutoModelForSeq2SeqLM, inputs["input_ids"].flip(1)
+    has_own_code = "auto_map" in config
     model, loading = auto.from_pretrained(
         folder,
         output_loading_info=True,
         attn_implementation="eager",
         dtype="auto",
-        trust_remote_code="auto_map" in config,
+        trust_remote_code=has_own_code,
     )
     config = model.config.get_text_config()
     facts = {
@@ -42,8 +46,13 @@ def open_and_run(folder, ids):
         "theta": base_of_rope(config),
         "dtype": str(next(p for p in model.parameters() if p.dim() > 1).dtype),
     }
+    model = model.float().eval()
     with torch.inference_mode():
-        return facts, model.float().eval()(**inputs).logits.numpy()
+        if has_own_code:  # to which versions hand the cache by different names
+            options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+            given = inputs["input_ids"]
+            facts["decoded"] = model.generate(given, attention_mask=torch.ones_like(given), **options).tolist()
+        return facts, model(**inputs).logits.numpy()
 
 
 here = Path(sys.argv[1])
