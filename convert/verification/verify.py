@@ -97,16 +97,15 @@ def _check_is_output(source: Checkpoint, out_path: Path) -> None:
             f"{out_path} is the folder of a run, whose weights are other ones; give the converted model that the run "
             "began with."
         )
-    if out_path.is_dir() and not (out_path / CONVERSION_RECORD).is_file() and earlier_conversion(source) is not None:
+    is_converted = (out_path / CONVERSION_RECORD).is_file()
+    if out_path.is_dir() and not is_converted and earlier_conversion(source) is not None:
         raise CheckpointError(
             f"{out_path} has no {CONVERSION_RECORD}, so it was not made by convert, or saved again by another program, "
             f"but {source.path} was; the order is convert verify SOURCE OUT."
         )
     trained, known = out_path / UPTRAINING_RECORD, source.side_files.get(UPTRAINING_RECORD)
-    is_converted = (out_path / CONVERSION_RECORD).is_file()
-    if (
-        is_converted and trained.is_file() and (known is None or not has_content(trained, known))
-    ):  # `to-hf` copies the source's
+    # `to-hf` copies the source's.
+    if is_converted and trained.is_file() and (known is None or not has_content(trained, known)):
         raise CheckpointError(
             f"{out_path} was trained after its conversion ({UPTRAINING_RECORD}), so its weights are other ones; give "
             "the converted model that the run began with."
