@@ -24,8 +24,8 @@ from model.files.read import refuse_bom
 from model.geometry import check_class_settings
 from model.language_model import read_language_config, wrapper_of
 
-_KNOWN_VERSION = "transformers 5.23"
-"""The version of transformers that the tests use."""
+_OLDEST_VERSION = "transformers 5.23"
+"""The oldest version of transformers that the project runs with."""
 
 
 def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -85,7 +85,7 @@ def no_attention_function(model_type: str) -> CheckpointError:
     """Return the error for a class that does not call the attention function of its config."""
     return CheckpointError(
         f"transformers {version('transformers')} has a class for model_type {model_type!r} that takes no attention "
-        f"function, which calibrating needs; install {_KNOWN_VERSION} or newer."
+        f"function, which calibrating needs; install {_OLDEST_VERSION} or newer."
     )
 
 
@@ -94,7 +94,7 @@ def _refuse_version_4() -> None:
     if int(version("transformers").partition(".")[0]) < 5:
         raise CheckpointError(
             f"transformers {version('transformers')} does not read all settings that version 5 writes to config.json, "
-            f"so it may compute another model; install {_KNOWN_VERSION} or newer."
+            f"so it may compute another model; install {_OLDEST_VERSION} or newer."
         )
 
 
@@ -106,7 +106,7 @@ def _check_loading() -> None:
     if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
         raise CheckpointError(
             f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
-            f"{_KNOWN_VERSION}."
+            f"{_OLDEST_VERSION}."
         )
 
 

@@ -262,7 +262,7 @@ def spoil(checkpoint, value):
     from model.checkpoint.formats.dcp.reader import DistributedFolder
     from uptrain.checkpoints.files import checksum
 
-    with DistributedFolder(checkpoint / "tensors", ("model.student.",)) as weights:
+    with DistributedFolder(checkpoint / "tensors", ("model.student.",), checkpoint.parents[1] / "model") as weights:
         span = weights.span("model.norm.weight")
     with span.path.open("r+b") as file:
         file.seek(span.offset)

@@ -176,13 +176,13 @@ def _merges_from_scores(
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in pieces and right in pieces:
-                ranked.append((-scores[i], i, pieces[left], pieces[right], [left, right]))
+                ranked.append((-scores[i], i, pieces[left], pieces[right]))
         if len(ranked) > MERGES_PER_TOKEN * len(vocabulary):
             raise CheckpointError(
                 f"{path}: the tokens of a SentencePiece vocabulary of {len(vocabulary):,} can be cut in more than "
                 f"{len(ranked):,} ways into other tokens; the file is damaged."
             )
-    return [merge for *_, merge in sorted(ranked, key=lambda entry: entry[:4])]
+    return [[vocabulary[left], vocabulary[right]] for *_, left, right in sorted(ranked)]
 
 
 def _added_tokens(fields: dict[str, Any], vocabulary: list[str]) -> list[dict[str, Any]]:
