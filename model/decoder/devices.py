@@ -47,8 +47,9 @@ def fast_float32_matmul(device: str) -> Iterator[None]:
     if not is_cpu or not _is_default_precision():
         yield
         return
-    backends = [each for each in (torch.backends.mkldnn, torch.backends.cuda) if hasattr(each.matmul, "fp32_precision")]
-    before = [each.matmul.fp32_precision for each in backends]
+    matmuls: list[Any] = [getattr(each, "matmul", None) for each in (torch.backends.mkldnn, torch.backends.cuda)]
+    newer = [each for each in matmuls if hasattr(each, "fp32_precision")]
+    before = [each.fp32_precision for each in newer]
     torch.set_float32_matmul_precision("medium")
     try:
         if not _is_exact():
@@ -57,8 +58,8 @@ def fast_float32_matmul(device: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision("highest")
         # set_float32_matmul_precision changes these newer settings too.
-        for each, value in zip(backends, before, strict=True):
-            each.matmul.fp32_precision = value
+        for each, value in zip(newer, before, strict=True):
+            each.fp32_precision = value
 
 
 def _is_default_precision() -> bool:

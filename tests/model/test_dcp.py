@@ -113,7 +113,7 @@ def test_a_tied_lm_head_is_written_once(convert, tmp_path, tied):
     assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) is not tied
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_what_torch_itself_writes(convert, tmp_path):
     """A transposed parameter keeps its strides in the file."""
     model = tiny.build()
@@ -123,7 +123,7 @@ def test_what_torch_itself_writes(convert, tmp_path):
         tensors[name] = tensors[name].T.contiguous().T
     tensors["model.empty.weight"] = torch.empty(0, 3)
     state = {"model": tensors, "optimizer": {"state": {"exp_avg": torch.ones(3)}, "lr": 0.1}, "step": 7}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"))
     shutil.copy(folder / "config.json", tmp_path / "dcp")
     with open_checkpoint(tmp_path / "dcp") as checkpoint:
         assert checkpoint.span("model.layers.1.mlp.up_proj.weight") is None
@@ -131,7 +131,7 @@ def test_what_torch_itself_writes(convert, tmp_path):
         assert checkpoint.tensors["model.empty.weight"].shape == (0, 3)
     del tensors["model.empty.weight"]
     shutil.rmtree(tmp_path / "dcp")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"))
     shutil.copy(folder / "config.json", tmp_path / "dcp")
     for groups in (8, 2):
         assert_same_conversion(convert, folder, tmp_path / "dcp", tmp_path, groups)

@@ -1,5 +1,7 @@
 """`--device`: which device a name means, float64, and products on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,6 +54,14 @@ def test_float32_matmuls_are_kept_where_they_are_exact(monkeypatch, is_exact, pr
     monkeypatch.setattr(devices, "_is_exact", lambda: is_exact)
     with devices.fast_float32_matmul("cpu"):
         assert torch.get_float32_matmul_precision() == precision
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_torch_without_the_newer_settings(monkeypatch):
+    """2.6 has none for oneDNN."""
+    monkeypatch.setattr(torch.backends, "mkldnn", SimpleNamespace())
+    with devices.fast_float32_matmul("cpu"):
+        pass
     assert torch.get_float32_matmul_precision() == "highest"
 
 

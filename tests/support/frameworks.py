@@ -95,8 +95,8 @@ def save_olmo(step: Path, tensors: dict[str, Tensor], run: dict[str, Any] | None
 def _save(folder: Path, state: dict[str, Any]) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
     return folder
 
 

@@ -191,7 +191,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     loaded = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if _is_tensor(e)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        load(loaded, storage_reader=reader, no_dist=True)
+        load(loaded, storage_reader=reader)
     assert any(name.startswith("model.") for name in loaded)
     assert any(name.startswith("optimizer.state.") for name in loaded)
     return loaded

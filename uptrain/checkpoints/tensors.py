@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -62,7 +61,7 @@ def write_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.O
     try:
         with _quiet(), _without_zip_checksums():
             # One thread: errors of further ones, such as a full disk, would be lost (torch 2.13).
-            save_tensors(tensors, storage_writer=_Writer(folder, sync_files=False), no_dist=not dist.is_initialized())
+            save_tensors(tensors, storage_writer=_Writer(folder, sync_files=False))
     except CheckpointException as error:  # a BaseException
         raise SaveError("; ".join(str(failure) for failure, _ in error.failures.values())) from error
 
@@ -99,7 +98,7 @@ def read_tensors(folder: Path, loss_module: nn.Module, optimizer: torch.optim.Op
         tensors["optimizer"] = get_optimizer_state_dict(loss_module, optimizer)
     try:
         with _quiet():
-            load_tensors(tensors, storage_reader=reader, planner=_Planner(), no_dist=not dist.is_initialized())
+            load_tensors(tensors, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:  # a BaseException
         reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
         raise InputError(f"{folder} does not fit the run's model and optimizer: {reasons}") from error
