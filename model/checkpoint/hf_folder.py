@@ -111,18 +111,19 @@ def refuse_checkpoint_of_run(folder: Path) -> None:
 
     Read directly, it would be taken for the model that the run began with, whose model card and records lie in RUN.
     """
-    step, run = re.fullmatch(r"step-0*([0-9]+)", folder.name), folder.parent.parent
-    if step and folder.parent.name == CHECKPOINTS and (run / RUN_JSON).is_file():
-        raise CheckpointError(
-            f"{folder} is a checkpoint of a run; make a model of it first: uptrain export {shlex.quote(str(run))} OUT "
-            f"--step {step[1]}"
-        )
+    for path in (folder.absolute(), folder.resolve()):  # a part of it may be a link
+        step, run = re.fullmatch(r"step-0*([0-9]+)", path.name), path.parent.parent
+        if step and path.parent.name == CHECKPOINTS and (run / RUN_JSON).is_file():
+            raise CheckpointError(
+                f"{path} is a checkpoint of a run; make a model of it first: uptrain export {shlex.quote(str(run))} "
+                f"OUT --step {step[1]}"
+            )
 
 
 def refuse_without_weights(folder: Path) -> NoReturn:
     """Raise the CheckpointError for a folder that no reader matches. It states the reason."""
     refuse_adapter(folder)
-    refuse_checkpoint_of_run(folder.resolve())
+    refuse_checkpoint_of_run(folder)
     elsewhere = _look_elsewhere(folder)
     if elsewhere:
         raise CheckpointError(f"{folder} itself holds no weights.{elsewhere}")
@@ -160,7 +161,7 @@ def _look_elsewhere(folder: Path) -> str:
         return f" It is the folder of a run; make a model of it first: uptrain export {shlex.quote(str(folder))} OUT"
     if snapshots := sorted(folder.glob("snapshots/*/config.json")):  # a model in the cache of Hugging Face
         return f" Name one of its snapshots: {snapshots[-1].parent}"
-    for name in ("model_and_optim", "pytorch_model_fsdp_0"):  # of OLMo-core and Accelerate
+    for name in ("tensors", "model_and_optim", "pytorch_model_fsdp_0"):  # of `uptrain`, OLMo-core and Accelerate
         if (folder / name / ".metadata").is_file():
             return f" To convert a training checkpoint, name the folder of its tensors: {folder / name}"
     if any(any(folder.glob(pattern)) for pattern in MEGATRON):

@@ -24,8 +24,8 @@ from model.files.read import refuse_bom
 from model.geometry import check_class_settings
 from model.language_model import read_language_config, wrapper_of
 
-_OLDEST_VERSION = "transformers 5.23"
-"""The oldest version of transformers that the project runs with."""
+_OLDEST_VERSION, _TESTED_VERSION = "transformers 5.23", "transformers 5.24"
+"""The oldest version of transformers that the project runs with, and the one that the tests use."""
 
 
 def build_hf_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -77,7 +77,7 @@ def build_observable_model(model_type: str, config: Mapping[str, Any], source: s
 
 
 def cache_argument(hf_model: nn.Module) -> str:
-    """Return the name of the KV cache among a model's arguments, and in its outputs: transformers 5.24 changed it."""
+    """Return the name of the KV cache among a model's arguments, which transformers 5.24 changed."""
     return "cache" if "cache" in inspect.signature(hf_model.forward).parameters else "past_key_values"
 
 
@@ -106,7 +106,7 @@ def _check_loading() -> None:
     if "load_config" not in inspect.signature(convert_and_load_state_dict_in_model).parameters:
         raise CheckpointError(
             f"transformers {version('transformers')} loads weights in a way that calibrating does not know; install "
-            f"{_OLDEST_VERSION}."
+            f"{_TESTED_VERSION}."
         )
 
 

@@ -175,7 +175,7 @@ class Family:
     Heads are consecutive in the rows of the query, key and value projections and in the columns of the output
     projection. Query head h reads K/V head h // heads_per_group. Every projection may have a bias.
 
-    The defaults are those of transformers 5.23; tests compare them with the installed classes.
+    The defaults are those of transformers 5.24; tests compare them with the installed classes.
     """
 
     model_type: str

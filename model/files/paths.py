@@ -50,7 +50,7 @@ def refuse_inside(out: Path, *folders: Path | None, advice: str = "choose anothe
     """Raise InputError if `out` lies in one of the folders that a command reads, which must not change."""
     for folder in folders:
         if folder and lies_in(out, folder):
-            raise InputError(f"{out} lies in {folder}, which is only read; {advice}.")
+            raise InputError(f"{out} lies in {folder}, which this command reads and must not change; {advice}.")
 
 
 def lies_in(path: Path, folder: Path) -> bool:

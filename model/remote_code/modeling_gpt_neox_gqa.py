@@ -50,6 +50,7 @@ class GPTNeoXGQAAttention(stock.GPTNeoXAttention):
         layer_past=None,
         position_embeddings=None,
         cache_position=None,  # transformers 4 only
+        cache=None,  # what newer versions may call `layer_past`, as they do elsewhere
         **kwargs,
     ):
         shape = hidden_states.shape[:-1]
@@ -60,8 +61,9 @@ class GPTNeoXGQAAttention(stock.GPTNeoXAttention):
         value = heads[..., -1, :].transpose(1, 2)
 
         query, key = stock.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        cache = layer_past if cache is None else cache
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
         kind = self.config._attn_implementation
         attend = eager_attention if kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]

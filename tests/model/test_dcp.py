@@ -222,8 +222,12 @@ def test_a_checkpoint_of_a_run_is_refused(convert, tmp_path, given):
     tiny.save(tiny.build(), run / "model")
     (run / "run.json").write_text("{}")
     convert("inspect", path.parent.parent / given).refused(f"uptrain export '{run}' OUT --step 120")
-    (run / "run.json").unlink()  # then it is not Groupwise's
-    convert("inspect", path).refused("needs the model's config.json")
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    convert("inspect", run / "checkpoints" / given).refused(f"uptrain export '{run}' OUT --step 120")
+    copied = tmp_path / "elsewhere/step-00000120"  # out of the run, it is a checkpoint like others
+    convert("inspect", copied).refused(f"name the folder of its tensors: {copied}/tensors")
+    convert("inspect", copied / "tensors").refused("needs the model's config.json")
 
 
 def test_a_project_around_the_checkpoint_is_not_copied(convert, tmp_path):

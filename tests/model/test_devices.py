@@ -58,10 +58,13 @@ def test_float32_matmuls_are_kept_where_they_are_exact(monkeypatch, is_exact, pr
 
 
 def test_a_torch_without_the_newer_settings(monkeypatch):
-    """2.6 has none for oneDNN."""
+    """2.6 has none for oneDNN. (Here, the test has to restore what only torch sees.)"""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
     monkeypatch.setattr(torch.backends, "mkldnn", SimpleNamespace())
     with devices.fast_float32_matmul("cpu"):
         pass
+    matmul.fp32_precision = before
     assert torch.get_float32_matmul_precision() == "highest"
 
 

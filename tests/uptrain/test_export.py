@@ -211,7 +211,8 @@ def test_a_folder_inside_one_that_the_run_reads(tmp_path, uptrain, place):
     for name in ("model", "parent", "run/model", "run/checkpoints"):
         (tmp_path / name).mkdir()
     before = tiny.snapshot(tmp_path)
-    words = f"{tmp_path / place}/deep/out lies in {tmp_path / place}, which is only read; choose another OUT."
+    words = f"{tmp_path / place}/deep/out lies in {tmp_path / place}, which this command reads and must not change; "
+    words += "choose another OUT."
     uptrain("export", run, tmp_path / place / "deep/out").refused(words)
     assert tiny.snapshot(tmp_path) == before
 

@@ -52,7 +52,7 @@ def no_teacher_warning(model: Path) -> str | None:
 
 
 def teacher_warning(model: Path, teacher: Path) -> str | None:
-    """Return a warning if the teacher was converted: its record, or its number of K/V heads, says so.
+    """Return a warning if the teacher has fewer K/V heads than the model's parent, or than an unconverted model.
 
     A teacher of another size than the model, such as a larger one, is not compared.
     """
@@ -71,9 +71,11 @@ def teacher_warning(model: Path, teacher: Path) -> str | None:
     if (own.n_layers, own.hidden_size) != (theirs.n_layers, theirs.hidden_size):
         return None
     if of_teacher is not None:
+        if own.latent or (theirs.latent is None and theirs.n_kv_heads >= own.n_kv_heads):
+            return None
         return (
-            f"the teacher {teacher} was converted from {of_teacher.source}, and {model} was not converted; usually the "
-            "converted model is trained, and its parent is the teacher. Are the two swapped?"
+            f"the teacher {teacher} was converted from {of_teacher.source}, and {model} has no record of a conversion; "
+            "usually the converted model is trained, and its parent is the teacher. Are the two swapped?"
         )
     assert conversion is not None
     assert conversion.source_kv_heads is not None

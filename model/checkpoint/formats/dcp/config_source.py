@@ -48,5 +48,5 @@ def find_config_source(path: Path, framework: FrameworkNames | None, tensors: It
     which = f" (Hugging Face's, of model_type {' or '.join(framework.model_types)})" if framework else ""
     raise CheckpointError(
         f"{path} {kind}, which needs the model's config.json{which}; it is neither there nor in {places[1]}: copy it, "
-        "with the tokenizer's files, into the first."
+        "with the tokenizer's files, into the checkpoint's folder."
     )

@@ -132,5 +132,6 @@ def matches(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """Open a folder. Raises CheckpointError for a checkpoint of `uptrain`, some of whose tensors may be elsewhere."""
-    hf_folder.refuse_checkpoint_of_run(path.resolve().parent)
+    for each in (path.absolute(), path.resolve()):
+        hf_folder.refuse_checkpoint_of_run(each.parent)
     return DistributedFolder(path)
