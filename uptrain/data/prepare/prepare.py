@@ -74,6 +74,8 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     folder, where the corrected command resumes.
     """
     check_out(options.out)
+    if not options.out.exists():
+        refuse_inside(options.out, options.tokenizer)
     if (options.tokenizer is None) == (options.vocab_size is None):
         raise InputError("give either --tokenizer FOLDER, or --vocab-size for data that is tokenised already.")
     sources = find_sources(options.data, options.option)
@@ -86,7 +88,6 @@ def prepare(options: PrepareOptions, quiet: bool = True) -> dict[str, Any]:
     plan = _make_plan(options, sources, tokenizer)
     if options.out.exists():
         return _summary(options.out, _already_complete(options, plan, tokenizer), plan, complete=True)
-    refuse_inside(options.out, options.tokenizer)
     vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
     assert vocab_size is not None
     cache_format = CacheFormat(
