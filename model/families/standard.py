@@ -34,6 +34,8 @@ STANDARD = (
         },
         positions=PositionEncoding(rotary_pairing="interleaved", rotates_only="sliding_attention"),
     ),
+    # Code World Model: Llama 3's layout, with sliding windows.
+    Family("cwm", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=128),
     # dots.llm1: Qwen 3's layout, with experts, which are copied.
     Family("dots1", default_n_kv_heads=32, head_norms=SHARED_NORMS, joins_experts=True),
     # ERNIE 4.5, the dense ones: Llama's layout.
@@ -104,6 +106,8 @@ STANDARD = (
     Family("granite"),
     # Granite 3 with experts, and PowerMoE: Llama's layout; the experts are copied.
     Family("granitemoe", joins_experts=True),
+    # Granite with shared experts: as Granite with experts.
+    Family("granitemoeshared", joins_experts=True),
     # Helium: Llama's layout.
     Family(
         "helium",
@@ -114,6 +118,14 @@ STANDARD = (
     ),
     # Hunyuan, the dense ones: Llama's layout, and RMS norms that all heads share.
     Family("hunyuan_v1_dense", head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True)),
+    # Hunyuan with experts, which are copied (Hunyuan-A13B): as the dense ones.
+    Family(
+        "hunyuan_v1_moe",
+        head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True),
+        joins_experts=True,
+    ),
+    # HyperCLOVA X SEED Think: Granite's layout.
+    Family("hyperclovax"),
     # Jais 2: Llama's layout with biases everywhere.
     Family("jais2"),
     # Llama 1 to 3, Vicuna, CodeLlama, OpenLLaMA, SmolLM, and everything else that says `"model_type": "llama"`.
@@ -128,6 +140,8 @@ STANDARD = (
             "vocab_size": 32000,
         },
     ),
+    # Ministral 8B: Mistral's layout, with a kind of window for each layer.
+    Family("ministral", default_n_kv_heads=8, null_n_kv_heads="refused"),
     # Ministral 3, its language model: Mistral's layout.
     Family(
         "ministral3",
@@ -227,6 +241,8 @@ STANDARD = (
     Family("seed_oss", default_n_kv_heads=8, default_head_dim=128),
     # SmolLM3: Llama's layout; some layers have no rotary embedding.
     Family("smollm3", default_n_kv_heads=4, positions=PositionEncoding(no_rope_every=4)),
+    # Solar Open: Llama's layout, with experts, which are copied.
+    Family("solar_open", default_n_kv_heads=8, null_n_kv_heads="refused", default_head_dim=128, joins_experts=True),
     # StableLM 3B and 2: optional biases, and optionally a norm for each head of queries and keys.
     Family(
         "stablelm",

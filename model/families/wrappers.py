@@ -8,6 +8,8 @@ from model.families.family import Wrapper
 WRAPPERS = (
     # Aya Vision: as LLaVA, around Cohere 2.
     Wrapper("aya_vision", "cohere2"),
+    # Command A Vision: as LLaVA, around Cohere 2.
+    Wrapper("cohere2_vision", "cohere2"),
     # DeepSeek-VL 1.3B: as LLaVA, with a vision model of another name.
     Wrapper("deepseek_vl", "llama", other_towers=r"(?:model\.)?vision_model\."),
     # DeepSeek-VL 7B: a second vision model for images of high resolution.
@@ -30,6 +32,8 @@ WRAPPERS = (
         prefix=r"(?:model\.)?text_model\.",
         other_towers=r"(?:model\.)?vision_model\.",
     ),
+    # InternVL 2.5 and 3: as LLaVA, around Qwen 2, Llama or Qwen 3.
+    Wrapper("internvl", "qwen2"),
     # Janus and Janus-Pro: a vision model, and one that generates images.
     Wrapper("janus", "llama", other_towers=r"(?:model\.)?(?:vision_model|vqmodel)\."),
     # LLaVA 1.5 and its relatives: a language model under `language_model`, and a vision tower.
@@ -42,6 +46,8 @@ WRAPPERS = (
     Wrapper("llava_onevision", "qwen2"),
     # Mistral Small 3.1 and Ministral 3: as LLaVA, around Mistral or Ministral 3.
     Wrapper("mistral3", "mistral"),
+    # Ovis 2: as LLaVA, around Qwen 2.
+    Wrapper("ovis2", "qwen2"),
     # PaliGemma: as LLaVA, around Gemma or Gemma 2. The tokens of a prompt attend to all others of it.
     Wrapper("paligemma", "gemma", is_causal=False),
     # Qwen2-Audio: as LLaVA, with a tower for sound.

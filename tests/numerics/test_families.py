@@ -27,6 +27,8 @@ from model.geometry import read_geometry
 # The keys of all heads are normalised together.
 FLAT_NORMS = ("flex_olmo", "olmo2", "olmo3", "olmoe")
 N_HEADS = tiny.N_HEADS
+WITHOUT_DEFAULT_HEAD_DIM = {"hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"}
+"""The families whose class stops without `head_dim`."""
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +249,7 @@ def test_absent_n_kv_heads(tmp_path, family, how):
         read_geometry(SimpleNamespace(config=config, tensors=complete.tensors, config_folder="source"))
 
 
-@pytest.mark.parametrize("family", sorted(set(tiny.STOCK) - {"hunyuan_v1_dense"}))  # its class stops without head_dim
+@pytest.mark.parametrize("family", sorted(set(tiny.STOCK) - WITHOUT_DEFAULT_HEAD_DIM))
 def test_absent_head_dim(tmp_path, family):
     wide = {"hidden_size": 128 * N_HEADS} if family == "helium" else {}  # its output projection is always square
     config = full_config(family, **wide)

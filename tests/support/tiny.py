@@ -56,6 +56,7 @@ ALWAYS_MHA = ("falcon", "gpt_neox", "mpt")
 IMPLIED_HEAD_DIM = (*ALWAYS_MHA, "olmo", *FLAT_NORMS)
 # What keeps a family tiny, or its special tokens inside the vocabulary.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "cwm": {"head_dim": 4, "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "dots1": {
         "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "n_shared_experts": 1,
@@ -70,8 +71,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 4},
     "gpt_oss": {"head_dim": 4, **LOCAL_EXPERTS},
     "granitemoe": LOCAL_EXPERTS,
+    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
     "helium": {"head_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 4},
+    "hunyuan_v1_moe": {"head_dim": 4, "num_experts": 2, "moe_topk": [1, 1], "num_shared_expert": [1, 1]},
+    "hyperclovax": {"head_dim": 4},
+    "ministral": {"head_dim": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {"head_dim": 4, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 64,
@@ -87,6 +92,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 4},
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 24},
     "seed_oss": {"head_dim": 4},
+    "solar_open": {
+        "head_dim": 4, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+    },
 }  # fmt: skip
 # For phi3. Beyond 16 tokens, the longest document of a batch decides on the frequencies of all.
 LONGROPE = {
@@ -119,23 +128,30 @@ RESAMPLER = {
     "resampler_head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
 IMAGE_TOKEN = dict.fromkeys(
-    ("deepseek_vl", "deepseek_vl_hybrid", "idefics2", "idefics3", "janus", "smolvlm"), "image_token_id"
-)
+    (
+        "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "idefics2", "idefics3", "internvl", "janus", "ovis2",
+        "smolvlm",
+    ),
+    "image_token_id",
+)  # fmt: skip
 IMAGE_TOKEN["qwen2_audio"] = "audio_token_index"
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("cohere2", {"vision_config": SIGLIP}),
+    "cohere2_vision": ("cohere2", {"vision_config": SIGLIP, "alignment_intermediate_size": 24}),
     "deepseek_vl": ("llama", {"vision_config": SIGLIP}),
     "deepseek_vl_hybrid": ("llama", {"vision_config": SIGLIP, "high_res_vision_config": SAM}),
     "gemma3": ("gemma3_text", {"vision_config": SIGLIP, "mm_tokens_per_image": 4}),
     "got_ocr2": ("qwen2", {"vision_config": GOT}),
     "idefics2": ("mistral", {"vision_config": VISION, "perceiver_config": RESAMPLER}),
     "idefics3": ("llama", {"vision_config": VISION, "scale_factor": 2}),
+    "internvl": ("qwen2", {"vision_config": {**SIZES, "image_size": [8, 8], "patch_size": [4, 4]}}),
     "janus": ("llama", {"vision_config": JANUS, "vq_config": VQ}),
     "llava": ("llama", {"vision_config": CLIP}),
     "llava_next": ("llama", {"vision_config": CLIP}),
     "llava_next_video": ("llama", {"vision_config": CLIP}),
     "llava_onevision": ("qwen2", {"vision_config": SIGLIP}),
     "mistral3": ("ministral3", {"vision_config": {"model_type": "pixtral", **VISION}, "spatial_merge_size": 1}),
+    "ovis2": ("qwen2", {"vision_config": {**VISION, "vocab_size": 16}, "hidden_size": HIDDEN, "vocab_size": 67}),
     "paligemma": ("gemma2", {"vision_config": SIGLIP, "projection_dim": HIDDEN}),
     "qwen2_audio": ("qwen2", {"audio_config": AUDIO}),
     "smolvlm": ("llama", {"vision_config": VISION, "scale_factor": 2}),

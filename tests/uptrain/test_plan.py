@@ -265,10 +265,15 @@ def test_flops_are_those_of_the_products_that_torch_counts(uptrain, tmp_path, fa
 
 
 @pytest.mark.parametrize(
-    "family", ["dots1", "flex_olmo", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"]
-)
+    "family",
+    [
+        "dots1", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mixtral", "olmoe", "phimoe",
+        "qwen2_moe", "qwen3_moe", "solar_open",
+    ],
+)  # fmt: skip
 def test_of_experts_only_those_count_that_a_token_uses(uptrain, tmp_path, family):
-    key = {"dots1": "n_routed_experts", **dict.fromkeys(("granitemoe", "mixtral", "phimoe"), "num_local_experts")}
+    local = ("granitemoe", "granitemoeshared", "mixtral", "phimoe")
+    key = {"dots1": "n_routed_experts", "solar_open": "n_routed_experts", **dict.fromkeys(local, "num_local_experts")}
     model = tiny.build(family, **{key.get(family, "num_experts"): 4})
     path = tiny.save(model, tmp_path / "model")
     part = ("--trainable", "attention")

@@ -7,8 +7,9 @@ from typing import Any
 from model.checkpoint import TensorInfo
 from model.checkpoint.tensor import is_buffer, layer_number
 
-_N_EXPERTS, _N_USED = ("num_local_experts", "num_experts", "n_routed_experts"), "num_experts_per_tok"
-"""The number of experts in config.json, by family, and how many of them a token uses."""
+_N_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_N_USED = ("num_experts_per_tok", "moe_topk")
+"""The number of experts in config.json, by family, and how many of them a token uses: of all layers, or of each."""
 
 
 def count_parameters(tensors: Iterable[TensorInfo]) -> int:
@@ -26,10 +27,11 @@ def count_multiplied(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -
     matrices = [prod(x.shape) for x in parameters if layer_number(x.name) is None and len(x.shape) == 2]
     n_multiplied = count_parameters(parameters) - sum(matrices) + max(matrices, default=0)
     n_experts = next((config[key] for key in _N_EXPERTS if isinstance(config.get(key), int)), None)
-    n_used = config.get(_N_USED)
-    if n_experts is not None and isinstance(n_used, int) and 0 < n_used < n_experts:
+    n_used = next((config[key] for key in _N_USED if key in config), None)
+    used = n_used if isinstance(n_used, list) and n_used else [n_used]
+    if n_experts is not None and all(isinstance(n, int) and 0 < n <= n_experts for n in used):
         experts = count_parameters(x for x in parameters if _is_of_experts(x, n_experts))
-        n_multiplied -= experts // n_experts * (n_experts - n_used)
+        n_multiplied -= round(experts / n_experts * (n_experts - sum(used) / len(used)))
     return n_multiplied
 
 
