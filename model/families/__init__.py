@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from model.common.errors import CheckpointError
@@ -11,7 +12,7 @@ from model.families.standard import STANDARD
 from model.families.unsupported import unsupported_reason
 from model.families.wrappers import WRAPPERS
 
-__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "FamilyMatch", "find_family", "our_code"]
 
 NATIVE_FAMILIES = ("llama", "mistral", "qwen2")
 """The families that `model.decoder` implements (`model.decoder.config.is_native`). transformers' classes run the
@@ -55,6 +56,17 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
         raise CheckpointError(f"{subject} around model_type {inner_type!r}, itself a wrapper, is not supported.")
     names = replace(family.names, prefix=entry.prefix, other_towers=entry.other_towers)
     return FamilyMatch(entry.model_type, replace(family, names=names), text, entry.text_config)
+
+
+def our_code(config: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the files of `model/remote_code` that a merged model runs, by name; none if its class is another's.
+
+    They replace the copies that come with such a model: an earlier version may have written those.
+    """
+    entry = FAMILIES.get(str(config.get("model_type")))
+    if not isinstance(entry, Family) or entry.custom_code is None or entry.custom_code.model_type != entry.model_type:
+        return {}
+    return {file.name: file for file in entry.custom_code.files}
 
 
 def _find_entry(model_type: object, subject: str, has_code: bool) -> Family | Wrapper:

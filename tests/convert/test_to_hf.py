@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from families_without_gqa import t5
 from gguf_files import write_gguf
 from torch_files import write_bin, write_dcp, write_meta
 
@@ -50,6 +51,19 @@ def test_every_format_becomes_the_same_folder(convert, tmp_path, kind, n_kv_head
     assert "No heads were merged" in card
     assert "Merging costs quality" not in card
     assert json.loads((out / "groupwise.json").read_text())["source"]["format"] == kind
+
+
+def test_modelling_code_of_an_earlier_version_is_replaced(convert, tmp_path):
+    """What `convert` writes beside a merged T5 is its own code, which a later version may have mended."""
+    merged, copy = tmp_path / "merged", tmp_path / "copy"
+    convert("mha-to-gqa", tiny.save(t5(), tmp_path / "source"), merged, "--groups", 2, "--method", "mean").succeeded()
+    names = ("configuration_t5_gqa.py", "modeling_t5_gqa.py")
+    ours = {name: (merged / name).read_bytes() for name in names}
+    for name in names:
+        (merged / name).write_text("# of an earlier version\n")
+    convert("to-hf", merged, copy).succeeded()
+    assert {name: (copy / name).read_bytes() for name in names} == ours
+    convert("verify", merged, copy).succeeded()
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -20,6 +20,7 @@ from model.common.typed_json import json_bytes
 from model.decoder.config import is_native
 from model.decoder.loading import check_shapes
 from model.decoder.transformers_model import HF_PREFIX
+from model.families import our_code
 from model.files.names import CHECKPOINTS, CONVERSION_RECORD, METRICS, MODEL_CARD, UPTRAINING_RECORD
 from model.files.staging import new_folder
 from model.files.write import copy_file, sync_tree, write_file
@@ -259,7 +260,8 @@ def _write_weights(source: Checkpoint, folder: Path, dtype: str, advance: Advanc
 
 def _write_files(source: Path, folder: Path, record: dict[str, Any], dtype: str) -> None:
     side_files, _ = list_files(source)
-    files: dict[str, Path | bytes] = {**side_files, "config.json": config_bytes(source, dtype)}
+    code = our_code(read_config(source)[1])
+    files: dict[str, Path | bytes] = {**side_files, **code, "config.json": config_bytes(source, dtype)}
     files[UPTRAINING_RECORD] = json_bytes(record)
     files[MODEL_CARD] = model_card(source, record)
     if (source / CONVERSION_RECORD).is_file():
