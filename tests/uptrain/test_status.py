@@ -114,7 +114,7 @@ def test_every_state(tmp_path, uptrain, status):
         is None
     )
     result = uptrain("status", run).succeeded()
-    for word in (*words, "0 of 50 (0.0%)", "none"):
+    for word in (*words, "0 of 50 (0.0%)", "checkpoints none"):
         assert word in " ".join(result.out.split())
 
 

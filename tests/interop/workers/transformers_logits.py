@@ -24,7 +24,7 @@ def base_of_rope(config):
 
 
 def open_and_run(folder, ids):
-    """Return what the model was taken for, and its logits."""
+    """Return what the model was taken for, and its logits: of one forward pass, and of each token that it decodes."""
     config = json.loads((Path(folder) / "config.json").read_text())
     inputs = {"input_ids": torch.tensor(ids)}
     auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
@@ -48,11 +48,15 @@ def open_and_run(folder, ids):
     }
     model = model.float().eval()
     with torch.inference_mode():
+        logits = [model(**inputs).logits.flatten()]
         if has_own_code:  # to which versions hand the cache by different names
             options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+            options |= {"output_logits": True, "return_dict_in_generate": True}
             given = inputs["input_ids"]
-            facts["decoded"] = model.generate(given, attention_mask=torch.ones_like(given), **options).tolist()
-        return facts, model(**inputs).logits.numpy()
+            decoded = model.generate(given, attention_mask=torch.ones_like(given), **options)
+            facts["decoded"] = decoded.sequences.tolist()
+            logits += [step.flatten() for step in decoded.logits]
+        return facts, torch.cat(logits).numpy()
 
 
 here = Path(sys.argv[1])
