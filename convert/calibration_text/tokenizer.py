@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_WITHOUT_FILE = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+"""Tokenizers of bytes or characters, of which transformers writes no tokenizer.json."""
+
+
 def open_fast_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
     """Return the tokenizer of a checkpoint, which neither cuts nor pads texts.
 
@@ -72,6 +76,8 @@ def _without_tokenizer_json(checkpoint: Checkpoint) -> "Tokenizer":
         )
     if not any(name in checkpoint.side_files for name in VOCABULARIES):  # transformers would make an empty one
         name = cached_without_tokenizer(checkpoint)
+        if _tokenizer_config(checkpoint).get("tokenizer_class") in _WITHOUT_FILE:
+            advice = of_ids.removeprefix("or ")
         if name is not None:
             advice = f"fetch all files of the model: hf download {name}; {of_ids}"
         raise UnsupportedMethodError(f"{refusal}; {advice}.")

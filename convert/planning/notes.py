@@ -8,10 +8,14 @@ from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
 from model.common.model_card import is_utf8
+from model.completeness import has_lm_head
+from model.decoder.config import is_native
 from model.families import Family
 from model.files.names import MODEL_CARD
 from model.files.read import MAX_CONFIG_BYTES, read_content
 
+_OF_A_LLAMA = ("model.", "lm_head.", "layers.", "embed_tokens.", "norm.")
+"""Beginnings of the names of a native family's tensors. A saved base model has no `model.` before them."""
 # Names of the number of K/V heads in other programs: Falcon's and MPT's classes, Megatron, Meta.
 OTHER_NAMES = ("num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_query_groups")
 
@@ -52,7 +56,7 @@ def notes_of_checkpoint(checkpoint: Checkpoint, family: Family) -> tuple[str, ..
     config = checkpoint.config
     return (
         *checkpoint.notes, *_code(config, family), *_other_names(config, family), *_rope_of_version_5(config, family),
-        *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint),
+        *_foreign_tensors(checkpoint), *_linked_tokenizer(checkpoint), *vocabulary_problems(checkpoint),
         *note_on_uncached_tokenizer(checkpoint),
     )  # fmt: skip
 
@@ -99,6 +103,20 @@ def _rope_of_version_5(config: Mapping[str, Any], family: Family) -> Iterator[st
         yield (
             f"config.json gives the rotary embeddings of {' and '.join(kinds)} only as transformers 5 writes them; "
             "version 4 would use its own defaults, which may differ."
+        )
+
+
+def _foreign_tensors(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note on tensors that are no part of a language model, such as the head of a reward or Medusa's heads."""
+    if not is_native(checkpoint.config) or not has_lm_head(checkpoint):
+        return
+    names = sorted(name for name in checkpoint.tensors if not name.startswith(_OF_A_LLAMA))
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"the source holds {names[0]}{more}, no part of a language model of model_type "
+            f"{checkpoint.config['model_type']!r}. Such tensors are copied, and `uptrain` refuses a model that has "
+            "them; remove them before you convert it."
         )
 
 

@@ -30,7 +30,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SKIPPED_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot",
     "*.npz", "*.distcp", "*.index.json", "trainer_state.json",
-    "events.out.tfevents*", "params.json", "checklist.chk", ".*",
+    "events.out.tfevents*", "params.json", "checklist.chk", "tokenizer_checklist.chk", ".*",
 )  # fmt: skip
 SKIPPED_FOLDERS = (
     ".*", "__pycache__", "original", "onnx", "openvino", "runs", "wandb", "checkpoint-*", "global_step*",

@@ -113,7 +113,10 @@ def check_index(index: Path, tensors: Mapping[str, Iterable[str]], table: dict[s
         if name in COPIES_OF_SHARED and name not in file_of and SHARED in file_of:
             continue
         if file_of.get(name) != file:
-            raise CheckpointError(f"{index} puts the tensor {name} in {file}, which does not hold it.")
+            raise CheckpointError(
+                f"{index} puts the tensor {name} in {file}, which does not hold it; download both again. If they stay "
+                "so, and the model does not need this tensor, remove its entry."
+            )
     for name, file in file_of.items():
         if name not in table:
             raise CheckpointError(

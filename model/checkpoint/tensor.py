@@ -18,8 +18,8 @@ from model.common.errors import CheckpointError
 
 Array = NDArray[Any]
 
-ROPE_BUFFER = "rotary_emb.inv_freq"
-"""End of the name of a module's RoPE frequencies, which old checkpoints hold. The config gives them, too."""
+ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Ends of the names of a module's RoPE frequencies and tables in old checkpoints. The config gives them, too."""
 
 MASKED_BIAS = "attention.masked_bias"
 """End of the name of the number that old GPT-NeoX checkpoints put in place of masked logits."""
@@ -45,8 +45,8 @@ TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def is_rope_buffer(name: str) -> bool:
-    """Return whether the tensor of this name holds RoPE frequencies."""
-    return name.endswith(ROPE_BUFFER)
+    """Return whether the tensor of this name holds RoPE frequencies, or a table made of them."""
+    return name.endswith(ROPE_BUFFERS)
 
 
 def layer_number(name: str) -> int | None:

@@ -188,12 +188,14 @@ def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) 
     for name in checkpoint.tensors:
         if name.startswith(prefix) and name not in known and not is_rope_buffer(name):
             raise CheckpointError(
-                f"{checkpoint.path} holds the tensor {name}, unknown to its config.json{bias_advice(name)}."
+                f"{checkpoint.path} holds the tensor {name}, unknown to its config.json{advice_on(name)}."
             )
 
 
-def bias_advice(name: str) -> str:
-    """Return what to correct in `config.json` where it does not know a bias; "" for another tensor."""
+def advice_on(name: str) -> str:
+    """Return what to correct if `config.json` does not know a tensor: a bias of a layer, or one of no layer."""
+    if not name.startswith(("model.", "layers.")):
+        return "; remove it if it is no part of the language model, as the head of a reward is not"
     return (
         "; correct model_type, or the setting of its biases (attention_bias, mlp_bias)" if name.endswith("bias") else ""
     )
@@ -233,7 +235,7 @@ def _match_names(checkpoint: Checkpoint, model: LlamaForCausalLM) -> dict[str, s
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.path} holds the tensor {unexpected[0]}{_and_more(unexpected)}, unknown to its config.json"
-            f"{bias_advice(unexpected[0])}."
+            f"{advice_on(unexpected[0])}."
         )
     return names
 

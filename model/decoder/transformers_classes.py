@@ -20,6 +20,7 @@ from model.common import checks
 from model.common.errors import CheckpointError, InputError, RunError, is_device_error, is_out_of_memory, prefix_path
 from model.decoder.config import MAX_LAYERS
 from model.families import FAMILIES, Family
+from model.families.family import get_key
 from model.files.read import refuse_bom
 from model.geometry import check_class_settings
 from model.language_model import read_language_config, wrapper_of
@@ -170,6 +171,12 @@ def read_hf_config(folder: Path) -> Any:
     _check_layers(folder, values)
     family = FAMILIES.get(str(values.get("model_type")))
     if isinstance(family, Family):
+        switch = family.switch if family.own_code_key is not None else None
+        if switch is not None and get_key(values, switch.key) == switch.merged:
+            raise CheckpointError(
+                f"{folder}: transformers' class of {family.model_type!r} cannot open merged heads, so they cannot be "
+                "trained or evaluated here; open the model with the code beside it: trust_remote_code=True."
+            )
         with prefix_path(folder):
             check_class_settings(values, family, lm_head=True)
     with refusing(f"transformers can build no model from {folder}/config.json"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from model.checkpoint.tensor import ROPE_BUFFER
+from model.checkpoint.tensor import ROPE_BUFFERS
 
 Assumed = Literal["n_heads", "refused"]
 """A config class's default for the number of K/V heads: the number of query heads, or an error."""
@@ -135,7 +135,7 @@ class TensorNames:
     @property
     def headless_parts(self) -> tuple[str, ...]:
         """Parts of an attention module that do not depend on the number of heads."""
-        return (*self.not_per_head, ROPE_BUFFER)
+        return (*self.not_per_head, *ROPE_BUFFERS)
 
 
 @dataclass(frozen=True)

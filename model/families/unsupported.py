@@ -78,6 +78,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "it is Falcon from before transformers had its class; get the newer revision of the model, whose model_type is "
     "falcon.": ("RefinedWeb", "RefinedWebModel"),
+    "it is Yi from before its authors used Llama's class; get the newer revision of the model, whose model_type is "
+    "llama.": ("Yi",),
     "it is StableLM from before transformers had its class; get the newer revision of the model, whose model_type is "
     "stablelm.": ("stablelm_epoch",),
 }  # fmt: skip

@@ -190,3 +190,12 @@ def test_a_text_that_describes_the_tokenizer_only(convert, source, tmp_path):
     """Without a vocabulary, transformers would make an empty tokenizer."""
     (source / "tokenizer.json").unlink()
     convert("mha-to-mqa", source, tmp_path / "out").refused("has no tokenizer.json", "save_pretrained")
+
+
+def test_a_tokenizer_of_bytes(convert, source, tmp_path):
+    """No tokenizer.json holds it, so saving it is no advice."""
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    refused = convert("mha-to-mqa", source, tmp_path / "out")
+    refused.refused("has no tokenizer.json", "give a text of token ids with --calibration")
+    assert "save_pretrained" not in refused.err

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import save_file
 from tiny_tokenizers import make_tokenizer
 
 from convert.calibration.calibrate import calibrate
 from convert.planning.notes import notes_of_checkpoint
+from model.common.errors import CheckpointError
+from model.decoder.loading import load_model
 from model.families import find_family
 
 LLAMA = find_family({"model_type": "llama"}).family
@@ -85,6 +89,20 @@ def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
     ]  # fmt: skip
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["num_kv_heads"], config["num_key_value_heads"]) == (8, 2)
+
+
+def test_a_note_of_tensors_that_are_no_part_of_the_language_model(convert, source, tmp_path):
+    """The head of a reward, as PPO leaves it, or Medusa's heads: transformers ignores them."""
+    extra = {"v_head.summary.bias": torch.zeros(1), "medusa_head.0.0.linear.weight": torch.zeros(2, 2)}
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file({**tiny.build().state_dict(), **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
+    assert note.startswith("the source holds medusa_head.0.0.linear.weight and 1 more, no part of a language model")
+    convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()
+    assert all(torch.equal(tiny.tensors(tmp_path / "out")[name], tensor) for name, tensor in extra.items())
+    with pytest.raises(CheckpointError, match=r"unknown to its config\.json; remove it if it is no part of the lang"):
+        load_model(tmp_path / "out")
 
 
 def test_an_embedding_of_another_size_than_the_vocabulary(convert, source):

@@ -58,11 +58,12 @@ def test_a_base_model_without_lm_head_and_prefix(tmp_path):
     assert geometry_of(folder).attention.heads(8)[0].tensor_names == ("layers.0.self_attn.k_proj.weight",)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path):
+@pytest.mark.parametrize("buffers", [("inv_freq",), ("inv_freq", "cos_cached", "sin_cached")])
+def test_rotary_buffers_of_old_checkpoints_are_known(tmp_path, buffers):
     import torch
 
     folder = tiny.save(tiny.build(), tmp_path / "m")
-    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.{name}": torch.ones(2) for i in (0, 1) for name in buffers}
     save_file({**tiny.tensors(folder), **extra}, folder / "model.safetensors", metadata={"format": "pt"})
     assert len(geometry_of(folder).attention.heads(8)) == 4
 

@@ -176,7 +176,7 @@ def test_tokenizer_is_copied_and_missing_files_are_noted(convert, tmp_path, wher
     assert files == weights | ({"tokenizer.model", "tokenizer_config.json"} if where != "nowhere" else set())
     assert "no tokenizer.json" in result["notes"][1]
     assert ("nor is there a tokenizer.model" in result["notes"][1]) == (where == "nowhere")
-    assert result["skipped_files"] == ["checklist.chk"]
+    assert result["skipped_files"] == ["checklist.chk", "tokenizer_checklist.chk"]
     assert "no tokenizer.json" in convert("inspect", meta).out
     (meta / "tokenizer.json").write_text("{}")
     assert len(json.loads(convert("inspect", meta, "--json").out)["notes"]) == 1

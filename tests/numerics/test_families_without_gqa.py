@@ -24,6 +24,7 @@ from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.merge_plan import make_merge_plan
 from model.checkpoint import open_checkpoint
 from model.common.errors import CheckpointError
+from model.decoder.loading import load_model
 from model.decoder.transformers_classes import refusing
 from model.families.t5 import MT5_FAMILY
 from model.remote_code.modeling_gpt_neox_gqa import GPTNeoXGQAForCausalLM
@@ -375,6 +376,8 @@ def test_mpt(convert, tmp_path, norms):
     assert json.loads((tmp_path / "out/config.json").read_text()) == {**MPT, "attn_config": attention}
     convert("verify", source, tmp_path / "out").succeeded()
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["attention"] == "GQA-2"
+    with pytest.raises(CheckpointError, match="class of 'mpt' cannot open merged heads"):
+        load_model(tmp_path / "out")
     convert("repeat-kv", tmp_path / "out", tmp_path / "wide", "--groups", 4).succeeded()
     convert("mha-to-gqa", "--method", "mean", tmp_path / "out", tmp_path / "one", "--groups", 1)
     assert json.loads((tmp_path / "one/config.json").read_text())["attn_config"]["kv_n_heads"] == 1

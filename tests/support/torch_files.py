@@ -145,7 +145,8 @@ def write_meta(
     }  # fmt: skip
     (folder / "params.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     (folder / "tokenizer.model").write_bytes(b"\x0apieces")
-    (folder / "checklist.chk").write_text("md5 of files that are not copied\n")
+    for name in ("checklist.chk", "tokenizer_checklist.chk"):
+        (folder / name).write_text("md5 of files that are not copied\n")
     return folder
 
 

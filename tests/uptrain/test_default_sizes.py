@@ -21,6 +21,11 @@ from uptrain.data.default_sizes import default_micro_batch, default_seq_len
         ({"model_type": "other", "max_position_embeddings": 2048, "sliding_window": 512,
           "use_sliding_window": False}, 2048),
         ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 512}}, 512),
+        # What transformers' classes take if config.json leaves it out, as the first Llamas' and Gemma 3's do.
+        ({"model_type": "llama", "max_sequence_length": 1024}, 2048),
+        ({"model_type": "gemma3_text"}, 4096),
+        ({"model_type": "mpt"}, 2048),
+        ({"model_type": "falcon"}, 2048),
     ],
 )  # fmt: skip
 def test_windows_are_as_long_as_the_context_up_to_a_limit(config, expected):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.context import read_context
+from model.checkpoint.context import KEYS, read_context
 from model.common import checks
 from model.common.errors import InputError
 from model.families import FAMILIES
@@ -36,11 +36,24 @@ def default_seq_len(config: Mapping[str, Any]) -> int:
     Of a class that is none of Groupwise's families, windows are no longer than what its layers see (`sliding_window`):
     packed documents could not be separated otherwise (`TransformersModel.check_packing`).
     """
-    context = read_context(config)
+    context = _context(config)
     if context is None:
         raise InputError("config.json does not say the model's context; give --seq-len.")
     sees = None if str(config.get("model_type")) in FAMILIES else _sliding_window(config)
     return min(context, MAX_DEFAULT_SEQ_LEN, sees or context)
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    """Return the model's context; where config.json leaves it out, as Gemma 3's, the one that its class assumes."""
+    given, model_type = read_context(config), str(config.get("model_type"))
+    if given is not None:
+        return given
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    assumed = getattr(CONFIG_MAPPING[model_type](), KEYS.get(model_type, "max_position_embeddings"), None)
+    return assumed if isinstance(assumed, int) else None
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -54,7 +67,7 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:
     """Return a warning if windows are longer than the model's context."""
-    context = read_context(config)
+    context = _context(config)
     if context is None or seq_len <= context:
         return None
     return (
