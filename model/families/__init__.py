@@ -51,6 +51,12 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
             "config; get the version of the model made for transformers."
         )
     inner_type = text.get("model_type", entry.default_text_type)
+    if inner_type in entry.text_types:
+        inner_type = entry.text_types[inner_type]
+        text = {**text, "model_type": inner_type}
+        rope = text.get("rope_parameters")
+        if text.get("rope_theta") is None and not (isinstance(rope, dict) and "rope_theta" in rope):
+            text["rope_theta"] = entry.default_rope_theta
     family = _find_entry(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
     if not isinstance(family, Family):
         raise CheckpointError(f"{subject} around model_type {inner_type!r}, itself a wrapper, is not supported.")

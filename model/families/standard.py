@@ -234,7 +234,19 @@ STANDARD = (
     # Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2's attention; the experts are copied.
     Family("qwen2_moe", default_n_kv_heads=16, null_n_kv_heads="refused", joins_experts=True),
     # Qwen 3: one norm for the queries and one for the keys, each shared by all heads.
-    Family("qwen3", default_n_kv_heads=32, default_head_dim=128, head_norms=SHARED_NORMS),
+    Family(
+        "qwen3",
+        default_n_kv_heads=32,
+        default_head_dim=128,
+        head_norms=SHARED_NORMS,
+        default_sizes={
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "intermediate_size": 22016,
+            "vocab_size": 151936,
+        },
+    ),
     # Qwen 3 with experts, which are copied: as Qwen 3.
     Family("qwen3_moe", default_n_kv_heads=4, null_n_kv_heads="refused", head_norms=SHARED_NORMS, joins_experts=True),
     # Seed-OSS: Llama's layout with q, k and v biases.

@@ -52,6 +52,14 @@ WRAPPERS = (
     Wrapper("paligemma", "gemma", is_causal=False),
     # Qwen2-Audio: as LLaVA, with a tower for sound.
     Wrapper("qwen2_audio", "qwen2", other_towers=r"(?:model\.)?audio_tower\."),
+    # Qwen3-VL: as LLaVA, around a language model that is Qwen 3 on text.
+    Wrapper(
+        "qwen3_vl",
+        default_text_type="qwen3_vl_text",
+        other_towers=r"(?:model\.)?visual\.",
+        text_types={"qwen3_vl_text": "qwen3"},
+        default_rope_theta=500000.0,
+    ),
     # SmolVLM: as Idefics 3.
     Wrapper(
         "smolvlm",

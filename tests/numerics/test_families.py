@@ -305,6 +305,26 @@ def test_only_the_wrapped_language_model_changes(convert, saved, tmp_path, spell
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
 
 
+@pytest.mark.parametrize("spelling", ["version 4", "version 5", "without a base"])
+def test_qwens_three_positions_of_a_token_are_one_on_text(tmp_path, spelling):
+    """The language model inside a Qwen3-VL is measured as a Qwen 3."""
+    sections = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    model = tiny.build("qwen3_vl", hidden_size=64, head_dim=8, initializer_range=0.2)
+    folder = tiny.save(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in config["text_config"].items() if key != "rope_parameters"}
+    text |= {
+        "version 4": {"rope_theta": 5e6, "rope_scaling": sections},
+        "version 5": {"rope_parameters": {"rope_theta": 5e6, **sections}},
+        "without a base": {"rope_scaling": sections},
+    }[spelling]
+    tiny.edit_config(folder, text_config=text)
+    ids = torch.arange(24).view(2, 12)
+    with torch.inference_mode():
+        theirs = open_folder("qwen3_vl", folder)(input_ids=ids).logits
+        assert float((load_model(folder)(ids) - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+
+
 # Where each head has a tensor of its own
 
 

@@ -130,11 +130,13 @@ RESAMPLER = {
 IMAGE_TOKEN = dict.fromkeys(
     (
         "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "idefics2", "idefics3", "internvl", "janus", "ovis2",
-        "smolvlm",
+        "qwen3_vl", "smolvlm",
     ),
     "image_token_id",
 )  # fmt: skip
 IMAGE_TOKEN["qwen2_audio"] = "audio_token_index"
+TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text"}
+"""Of wrappers whose language model computes what a family does, but has a type of its own."""
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("cohere2", {"vision_config": SIGLIP}),
     "cohere2_vision": ("cohere2", {"vision_config": SIGLIP, "alignment_intermediate_size": 24}),
@@ -154,6 +156,22 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ovis2": ("qwen2", {"vision_config": {**VISION, "vocab_size": 16}, "hidden_size": HIDDEN, "vocab_size": 67}),
     "paligemma": ("gemma2", {"vision_config": SIGLIP, "projection_dim": HIDDEN}),
     "qwen2_audio": ("qwen2", {"audio_config": AUDIO}),
+    "qwen3_vl": (
+        "qwen3",
+        {
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 4,
+                "spatial_merge_size": 1,
+                "out_hidden_size": HIDDEN,
+                "num_position_embeddings": 4,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
     "smolvlm": ("llama", {"vision_config": VISION, "scale_factor": 2}),
     "video_llava": ("llama", {"vision_config": CLIP}),
     "vipllava": ("llama", {"vision_config": CLIP, "vision_feature_layers": [0, 1]}),
@@ -186,7 +204,7 @@ def make_config(family: str = "llama", **changes: Any) -> PretrainedConfig:
     }  # fmt: skip
     settings |= {**SETTINGS.get(inner(family), {}), **changes}
     if family in WRAPPERS:
-        text = {"model_type": inner(family), **settings}
+        text = {"model_type": TEXT_TYPES.get(family, inner(family)), **settings}
         image = IMAGE_TOKEN.get(family, "image_token_index")
         return AutoConfig.for_model(family, text_config=text, **{image: 66}, **copy.deepcopy(WRAPPERS[family][1]))
     return AutoConfig.for_model(family, **settings)
