@@ -28,6 +28,8 @@ _TIKTOKEN_LINE = 1000
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 """The parts of tokenizer.json that determine the ids of a text, besides special tokens."""
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+_ARGUMENTS_OF_CLASSES = ("vocab", "merges", "tokenizer_object", "init_inputs", "gguf_file")
+"""Arguments of transformers' classes that hold, or name, what the tokenizer's files hold."""
 _SENTENCEPIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
 """What special tokens are called in the vocabularies of sentencepiece."""
 _WITH_BOS = ("llama", "codellama", "mistral", "mixtral", "gemma")
@@ -80,6 +82,7 @@ def open_tokenizer(folder: Path) -> Any:
                 elif "add_bos_token" not in settings:
                     settings["add_bos_token"] = kind.startswith(_WITH_BOS)
                 if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+                    without_dropout(backend)
                     put_bos_first(backend, {**settings, "bos_token": tokenizer.bos_token}, config)
                 return tokenizer
         except CheckpointError as error:
@@ -136,6 +139,12 @@ def _restore_backend(tokenizer: Any, file: Path) -> None:
     changed = {part: stored.get(part) for part in _PARTS if stored.get(part) != loaded.get(part)}
     if changed:
         tokenizer._tokenizer = Tokenizer.from_str(json.dumps(loaded | changed))
+
+
+def without_dropout(backend: Any) -> None:
+    """Let a tokenizer give the same tokens of a text each time: its file may say to leave out merges at random."""
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None
 
 
 def put_bos_first(backend: Any, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -196,9 +205,18 @@ def check_files(folder: Path) -> None:
 
 
 def _check_config(file: Path, config: object) -> None:
-    """Raise CheckpointError unless a config is an object, and names no tokenizer's files outside of its folder."""
+    """Raise CheckpointError unless a config is an object, and names no tokenizer's files outside of its folder.
+
+    transformers passes settings to the tokenizer's class as arguments, some of which are paths that it opens. Files
+    that it saves have none of those that are refused here. (In tokenizer_config.json, published folders name their
+    authors' own files, such as `tokenizer_file`; transformers does not use these.)
+    """
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object; fetch the tokenizer again.")
+    for key, value in config.items():
+        names_file = key in _ARGUMENTS_OF_CLASSES or (key.endswith("_file") and file.name == CONFIGS[0])
+        if names_file and value not in (None, [], {}):
+            raise CheckpointError(f"{file} has {key}, which could lead transformers to other files; remove it.")
     others = config.get("fast_tokenizer_files") or []
     if not isinstance(others, list) or not all(isinstance(name, str) and is_plain_name(name) for name in others):
         raise CheckpointError(f"{file}: fast_tokenizer_files must list names of files in its folder; remove it.")

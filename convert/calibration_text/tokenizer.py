@@ -22,6 +22,7 @@ from model.tokenizer import (
     open_tokenizer,
     put_bos_first,
     refusing_tokenizer_errors,
+    without_dropout,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def open_fast_tokenizer(checkpoint: Checkpoint) -> "Tokenizer":
         text = read_content(content, MAX_TOKENIZER_BYTES)
         with refusing_tokenizer_errors(f"{checkpoint.path}/{TOKENIZER_JSON} is damaged", CheckpointError):
             tokenizer = Tokenizer.from_str(text.decode())
+        without_dropout(tokenizer)
         put_bos_first(tokenizer, _tokenizer_config(checkpoint), checkpoint.config)
     tokenizer.no_truncation()
     tokenizer.no_padding()

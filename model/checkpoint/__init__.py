@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model.checkpoint.hf_folder import refuse_file_of_model, refuse_without_weights
 from model.checkpoint.hub import find_in_cache
-from model.checkpoint.interface import Checkpoint, Shard, file_version
+from model.checkpoint.interface import Checkpoint, Shard
 from model.checkpoint.tensor import FLOAT_DTYPES, Array, Span, TensorInfo
 from model.checkpoint.tied import with_stored_lm_head
 from model.common.errors import CheckpointError
@@ -54,9 +54,6 @@ def _open(path: Path) -> Checkpoint:
         reader = import_module(f"model.checkpoint.formats.{name}")
         if reader.matches(path):
             checkpoint: Checkpoint = reader.read(path)
-            # Readers that know the versions of the very files that they have parsed have set some.
-            versions = {file: file_version(file.stat()) for file in checkpoint.weight_files}
-            checkpoint.opened = versions | dict(checkpoint.opened)
             return with_stored_lm_head(checkpoint)
     if path.is_dir():
         refuse_without_weights(path)

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,11 @@ may change them while a file is read."""
 
 def file_version(stat: os.stat_result) -> FileVersion:
     return stat.st_size, stat.st_mtime_ns
+
+
+def file_versions(files: Iterable[Path]) -> dict[Path, FileVersion]:
+    """Return the versions of files. Call it before they are read: what replaces one later is then noticed."""
+    return {file: file_version(file.stat()) for file in files}
 
 
 class Checkpoint(ABC):
@@ -55,7 +60,7 @@ class Checkpoint(ABC):
     reader_bytes: int = 0
     """Anonymous memory of the reader and its libraries, in bytes."""
     opened: Mapping[Path, FileVersion] = MappingProxyType({})
-    """The versions of the weight files whose headers were read: only these fit the tensors."""
+    """The versions of the weight files, from before they were read: only these fit the tensors."""
     keep_source_shards: bool = True
     """Whether to keep the source's division into shards. False if the format's files do not correspond to shards."""
     config_prefix: str = ""

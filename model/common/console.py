@@ -138,7 +138,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
 def _failure_of_machine(error: BaseException) -> str | None:
     """Return the message if memory, a GPU or another process failed; None for any other error."""
     if is_out_of_memory(error):
-        return f"not enough memory ({first_sentence(str(error))})."
+        reason = first_sentence(str(error))
+        return f"not enough memory ({reason})." if reason else "not enough memory."
     if is_shared_gpu(error):
         return "two processes use the same GPU; start at most one process for each GPU."
     if is_device_error(error):

@@ -51,7 +51,7 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
             "config; get the version of the model made for transformers."
         )
     inner_type = text.get("model_type", entry.default_text_type)
-    if inner_type in entry.text_types:
+    if isinstance(inner_type, str) and inner_type in entry.text_types:
         inner_type = entry.text_types[inner_type]
         text = {**text, "model_type": inner_type}
         rope = text.get("rope_parameters")

@@ -161,9 +161,10 @@ class Staging:
             )
         remove_temporary_files(self._journal)
         stale_lock = re.compile(re.escape(self.root.name) + r"-[0-9a-f]{8}(\.owner)?")
-        for path in self.out.parent.iterdir():
-            if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
-                path.unlink(missing_ok=True)
+        with suppress(PermissionError):  # a folder that may be written and not listed
+            for path in self.out.parent.iterdir():
+                if stale_lock.fullmatch(path.name):  # its folder was removed just before the kill
+                    path.unlink(missing_ok=True)
 
     def open(self, inputs: Mapping[str, object], finished_files: Sequence[str] = ()) -> None:
         """Resume the run with these inputs if there is one, else start with an empty folder.
@@ -259,19 +260,32 @@ class Staging:
         if os.path.lexists(self.out):
             if not self._is_replaceable():
                 raise FileExistsError(f"{self.out} was created during the run; move it elsewhere")
-            self.out.rename(self._replaced)
+            self._move_away()
         try:
             self.folder.rename(self.out)  # by POSIX it fails unless OUT is absent or an empty folder
         except OSError:
-            if self._replaced.exists():
-                self._replaced.rename(self.out)
-            raise
+            # A server that repeats a request reports the failure of the second, after the first succeeded.
+            if self.folder.exists() or not self.out.is_dir():
+                if self._replaced.exists():
+                    self._replaced.rename(self.out)
+                raise
         sync_folder(self.out.parent)
         try:
             self.discard()
         except (OSError, RunError, KeyboardInterrupt) as error:  # OUT is complete nevertheless
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error
             console.warn(f"{self.root} could not be removed ({reason}); it is no longer needed.")
+
+    def _move_away(self) -> None:
+        """Move the folder at OUT away, which the new one replaces. Raises RunError if the file system cannot do it."""
+        try:
+            self.out.rename(self._replaced)
+        except OSError as error:  # EXDEV of overlayfs (a container's image layer), EBUSY or EACCES of an open file
+            if self._replaced.exists() and not os.path.lexists(self.out):  # as in `publish`
+                return
+            raise RunError(
+                f"{self.out} cannot be moved away ({error.strerror}); remove it, and run the same command again"
+            ) from error
 
     def discard(self) -> None:
         """Remove the staging area. A folder that a killed run moved away and did not replace is restored first.

@@ -17,6 +17,10 @@ from model.common.errors import InputError
 _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
 _HASHED_BYTES = 1 << 20
+_NO_FSYNC_OF_FOLDERS = (
+    errno.EINVAL, errno.EBADF, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP,
+)  # fmt: skip
+"""The errors by which file systems say that they cannot flush a folder. Those of a disk that fails are others."""
 _BLOCK = 512
 """Bytes of a block of `st_blocks` (POSIX)."""
 
@@ -129,12 +133,18 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, if the file system supports it (CIFS and some FUSE mounts do not)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a folder's entries to the disk, if the file system supports it (CIFS and some FUSE mounts do not).
+
+    Nor can a folder be flushed that may be written but not read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):
+        if error.errno not in _NO_FSYNC_OF_FOLDERS:
             raise
     finally:
         os.close(descriptor)

@@ -146,13 +146,20 @@ def documents(column: Any) -> Iterator[Document | Problem]:
     if not _is_text(column.type):
         yield from (_token_ids(value) for value in column)
         return
+    for text in _texts(column):
+        yield NULL if text is None else text or EMPTY
+
+
+def _texts(column: Any) -> Iterator[str | Problem | None]:
+    """Yield the texts of a column. A value that many rows share is in memory once, so these are made one by one."""
+    if pa.types.is_dictionary(column.type) or pa.types.is_string_view(column.type):
+        yield from (_text(value) for value in column)
+        return
     for part in _slices(column):
         try:
-            texts = part.to_pylist()
+            yield from part.to_pylist()
         except UnicodeDecodeError:
-            texts = [_text(value) for value in part]
-        for text in texts:
-            yield NULL if text is None else text or EMPTY
+            yield from [_text(value) for value in part]
 
 
 def _slices(column: Any) -> Iterator[Any]:

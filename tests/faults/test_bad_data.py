@@ -429,6 +429,29 @@ def test_options(prepare, uptrain, tmp_path, tokenizer):
     prepare(tmp_path / "a.jsonl").refused("out exists, and is no token cache; choose another --out")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tokenizer_config.json", "vocab"), ("tokenizer_config.json", "merges"), ("special_tokens_map.json", "vocab"),
+        ("special_tokens_map.json", "merges_file"), ("tokenizer_config.json", "init_inputs"),
+    ],
+)  # fmt: skip
+def test_settings_of_a_tokenizer_that_are_paths(uptrain, tmp_path, name, key):
+    """Their class would open them, and wait for a FIFO."""
+    folder, texts = tmp_path / "model", tmp_path / "texts.jsonl"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    texts.write_text('{"text": "one"}\n')
+    (folder / "vocab.json").write_text('{"a": 0}')
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    path = folder / name
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**settings, key: str(tmp_path / "fifo")}))
+    prepare = ("prepare", "--data", texts, "--seq-len", 8, "--out", tmp_path / "cache", "--tokenizer", folder)
+    uptrain(*prepare).refused(f"{path} has {key}, which could lead transformers to other files; remove it.")
+
+
 def test_invalid_tokenizer(uptrain, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line())
     folder = tmp_path / "tokenizer"

@@ -1,13 +1,17 @@
 """Files whose content is not what was written: none is trained on, converted, published, or called complete."""
 
+import json
 import os
 import shutil
+from importlib import import_module
 
 import numpy as np
 import pytest
 import tiny
 from caches import write_cache
 from commands import MEAN
+from gguf_files import write_gguf
+from torch_files import META_SHAPE, write_bin, write_dcp, write_meta
 
 from convert.layer_tensors.converted_layer import ConvertedLayer
 from convert.layer_tensors.layer_file import FINISHED, load_layer, save_layer
@@ -99,6 +103,42 @@ def test_a_source_replaced_after_it_was_opened_is_noticed(convert, source, tmp_p
         return check(*given)
 
     monkeypatch.setattr(conversion, "check_disk_space", replaced)
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).refused("changed while it was read")
+    assert not (tmp_path / "out").exists()
+
+
+LATE = {  # what a reader calls after it has read
+    "gguf.reader": "build_config",
+    "pytorch_bin": "without_tied_lm_head",
+    "meta_llama.reader": "ParallelLayout",
+    "dcp.reader": "without_tied_lm_head",
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_source_replaced_while_its_reader_works_is_noticed(convert, tmp_path, monkeypatch, name):
+    """Its header was parsed, the file mapped, and the name is another file's before the reader has finished."""
+    model, place = tiny.build(**META_SHAPE), tmp_path / "source"
+    place.mkdir()
+    source, pattern = {
+        "gguf.reader": lambda: (write_gguf(place / "model.gguf", model), "*.gguf"),
+        "pytorch_bin": lambda: (write_bin(place, model), "*.bin"),
+        "meta_llama.reader": lambda: (write_meta(place / "meta", model), "meta/*.pth"),
+        "dcp.reader": lambda: (write_dcp(place, {f"model.{n}": t for n, t in model.state_dict().items()}), "*.distcp"),
+    }[name]()
+    if name == "dcp.reader":
+        (place / "config.json").write_text(json.dumps(model.config.to_dict()))
+    reader = import_module(f"model.checkpoint.formats.{name}")
+    real, files = getattr(reader, LATE[name]), sorted(place.glob(pattern))
+    assert files
+
+    def replaced(*given):
+        for file in files:
+            shutil.copy(file, place / "another")
+            (place / "another").replace(file)
+        return real(*given)
+
+    monkeypatch.setattr(reader, LATE[name], replaced)
     convert("mha-to-gqa", source, tmp_path / "out", *MEAN).refused("changed while it was read")
     assert not (tmp_path / "out").exists()
 

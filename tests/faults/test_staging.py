@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,58 @@ def test_the_old_out_is_back_where_the_new_one_cannot_take_its_place(convert, so
     monkeypatch.setattr(Path, "rename", fail)
     assert convert("mha-to-gqa", source, out, "--method", "first", "--groups", 4, "--overwrite").code == 1
     assert tiny.snapshot(out) == before
+
+
+@pytest.mark.parametrize("name", ["folder", "out"])
+def test_a_rename_that_was_done_and_is_called_failed(convert, source, tmp_path, monkeypatch, name):
+    """NFS repeats a request whose answer was lost, and reports that the second one failed."""
+    out, rename = tmp_path / "out", Path.rename
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+
+    def fail_after(path, target):
+        renamed = rename(path, target)
+        if path.name == name:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", fail_after)
+    convert("mha-to-gqa", source, out, "--method", "first", "--groups", 4, "--overwrite").succeeded()
+    monkeypatch.undo()
+    convert("verify", source, out).succeeded()
+    assert not left_behind(tmp_path)
+
+
+def test_a_folder_that_cannot_be_moved_away(convert, source, tmp_path, monkeypatch):
+    """As one of a container's image, which overlayfs does not rename: the same command could never succeed."""
+    out, rename = tmp_path / "out", Path.rename
+    convert("mha-to-gqa", source, out, *MEAN).succeeded()
+    again = ("mha-to-gqa", source, out, "--method", "first", "--groups", 4, "--overwrite")
+
+    def fail(path, target):
+        if path.name == "out":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    result = convert(*again)
+    assert result.code == 1
+    assert f"{out} cannot be moved away (Invalid cross-device link); remove it, and run the same" in result.err
+    shutil.rmtree(out)
+    convert(*again).succeeded()
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EISDIR])
+def test_file_systems_that_do_not_flush_folders(convert, source, tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def refuse_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    convert("mha-to-gqa", source, tmp_path / "out", *MEAN).succeeded()
 
 
 @pytest.fixture

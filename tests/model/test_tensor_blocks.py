@@ -37,3 +37,20 @@ def test_many_blocks_in_a_line(axis):
     assert fill_exactly(blocks, shape)
     assert not fill_exactly([*blocks[:-1], blocks[0]], shape)
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("shape", [(4000, 1), (63, 63), (1, 4000), (250, 16)])
+def test_blocks_of_a_grid_are_compared_in_full(shape):
+    array = np.zeros((1, 1), np.float32)
+    blocks = [TensorBlock(start, array) for start in np.ndindex(shape)]
+    assert fill_exactly(blocks, shape)
+
+
+def test_blocks_in_an_order_of_no_framework_take_bounded_time():
+    """Columns over all rows, and single rows beside them: each column overlaps all rows on either axis."""
+    n = 6000
+    column, row = np.zeros((n, 1), np.float32), np.zeros((1, n), np.float32)
+    blocks = [TensorBlock((0, i), column) for i in range(n)] + [TensorBlock((i, n), row) for i in range(n)]
+    begun = time.process_time()
+    assert not fill_exactly(blocks, (n, 2 * n))
+    assert time.process_time() - begun < 10

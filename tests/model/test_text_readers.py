@@ -230,6 +230,23 @@ def test_a_repeated_value_of_parquet_is_held_once(tmp_path, monkeypatch):
     assert max(sizes) < 1.1e6
 
 
+@pytest.mark.parametrize("kind", ["dictionary", "string_view"])
+def test_a_value_that_many_rows_share_is_held_once(kind):
+    """Arrow counts it once, so a batch of any number of rows may be a small one."""
+    text = "x" * 1_000_000
+    if kind == "dictionary":
+        column = pa.DictionaryArray.from_arrays(pa.array([0, None] * 100, pa.int32()), pa.array([text]))
+    else:
+        view = pa.array([text], pa.string_view()).buffers()
+        column = pa.Array.from_buffers(pa.string_view(), 200, [None, pa.py_buffer(bytes(view[1]) * 200), *view[2:]])
+    tracemalloc.start()
+    lengths = [len(document) for document in documents(column) if document is not NULL]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lengths == [1_000_000] * (100 if kind == "dictionary" else 200)
+    assert peak < 10e6
+
+
 def test_jsonl_fields_of_very_long_names():
     problem = parse(json.dumps({"a" * 5_000_000: 1, "b": 2}).encode(), "text")
     assert len(problem.reason) < 200

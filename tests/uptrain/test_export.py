@@ -232,6 +232,23 @@ def test_a_checkpoint_that_the_run_removes_meanwhile(tmp_path, uptrain, monkeypa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_is_replaced_meanwhile(tmp_path, uptrain, monkeypatch):
+    """What is not trained comes from MODEL's files, which were opened before."""
+    inputs = make_inputs(tmp_path)
+    drive([{"arguments": arguments(inputs, tmp_path / "run", "--trainable", "attention", steps=4)}])
+    real, file = export._write_weights, inputs["model"] / "model.safetensors"
+
+    def replaced(*given):
+        (tmp_path / "other").write_bytes(file.read_bytes())
+        (tmp_path / "other").replace(file)
+        return real(*given)
+
+    monkeypatch.setattr(export, "_write_weights", replaced)
+    result = uptrain("export", tmp_path / "run", tmp_path / "out")
+    result.refused(f"{inputs['model']} changed while it was read; export again")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_killed_export_leaves_nothing_in_the_next(tmp_path, uptrain):
     _, run = trained(tmp_path)
     left = tmp_path / ".out.groupwise/folder"

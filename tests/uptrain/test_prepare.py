@@ -20,6 +20,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from convert.calibration_text.tokenizer import open_fast_tokenizer
+from model.checkpoint import open_checkpoint
 from model.common.errors import InputError
 from model.tokenizer import open_tokenizer
 from uptrain.data.prepare import work_units
@@ -629,3 +631,18 @@ def test_ignored_files_are_named_up_to_a_number(uptrain, tmp_path, tokenizer):
     assert [f"{i:02}.csv: not a known format" in result.out for i in range(12)] == [True] * 10 + [False] * 2
     assert "and 2 more" in result.out
     uptrain(*command, "--tokens", "many").refused("--tokens", "'many' is not a count")
+
+
+def test_merges_are_never_left_out_at_random(tmp_path):
+    """As a tokenizer.json with `dropout` says, for training: other tokens of a text each time."""
+    folder = make_tokenizer(tiny.save(tiny.build(vocab_size=300), tmp_path / "model"), 300)
+    expected = open_tokenizer(folder).encode(SENTENCES[0])
+    with open_checkpoint(folder) as checkpoint:
+        assert open_fast_tokenizer(checkpoint).encode(SENTENCES[0]).ids == expected
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.9
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert Backend.from_file(str(folder / "tokenizer.json")).encode(SENTENCES[0]).ids != expected
+    assert open_tokenizer(folder).encode(SENTENCES[0]) == expected
+    with open_checkpoint(folder) as checkpoint:
+        assert open_fast_tokenizer(checkpoint).encode(SENTENCES[0]).ids == expected

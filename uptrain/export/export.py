@@ -47,13 +47,15 @@ def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: A
 
     Config, tokenizer and other files are copies of the initial model's, except for the dtype in config.json and the
     README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
-    if `out` exists, or RUN/model is a link out of the run.
+    if `out` exists, RUN/model is a link out of the run, or MODEL's weights are replaced while they are read.
     """
     refuse_existing(out, "choose another OUT")
     run, model = Run.read(run_folder), model_folder(run_folder)
     record = make_record(run, run_folder, checkpoint)
     with _open_weights(run, run_folder, checkpoint) as weights, new_folder(out) as folder:
         _write_weights(weights, folder, dtype, advance)
+        if run.settings.trainable != "all" and not weights.is_unchanged():
+            raise InputError(f"{run.settings.model} changed while it was read; export again once nothing writes to it.")
         _write_files(model, folder, record, dtype)
         _check_fit(folder, run_folder)
     return record
@@ -174,6 +176,7 @@ class _Completed(Checkpoint):
 
     def __init__(self, trained: Checkpoint, initial: Checkpoint, names: dict[str, tuple[str, ...]]) -> None:
         self.path, self.format, self.shards = trained.path, trained.format, trained.shards
+        self.weight_files, self.opened = initial.weight_files, initial.opened  # those that may change
         self._open = (trained, initial)
         self._places = {
             stored: (trained, name) if name in trained.tensors else (initial, stored)

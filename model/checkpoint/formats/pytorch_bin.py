@@ -4,7 +4,7 @@ from pathlib import Path
 
 from model.checkpoint import hf_folder
 from model.checkpoint.formats.torch_file import TORCH_READER_BYTES, read_tensors
-from model.checkpoint.interface import Checkpoint
+from model.checkpoint.interface import Checkpoint, file_versions
 from model.checkpoint.safetensors_writer import name_shards
 from model.checkpoint.shard_index import PYTORCH, check_index, weight_file_names
 from model.checkpoint.tensor import Array, Span, TensorInfo
@@ -25,6 +25,7 @@ class BinFolder(Checkpoint):
         self.weight_files = tuple(path / name for name in names)
         self.side_files, skipped_files = hf_folder.list_files(path)
         self.skipped_files = tuple(name for name in skipped_files if name not in (*names, PYTORCH.index))
+        self.opened = file_versions(self.weight_files)
         files = {file.name: read_tensors(file) for file in self.weight_files}
         check_index(path / PYTORCH.index, files, table)
         self._stored = {name: stored for tensors in files.values() for name, stored in tensors.items()}

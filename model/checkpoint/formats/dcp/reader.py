@@ -21,7 +21,7 @@ from model.checkpoint.formats.dcp.tensors import own_names, renamed
 from model.checkpoint.formats.tensor_blocks import TensorBlock, fill_exactly, rows_of_heads, whole_rows
 from model.checkpoint.formats.torch_file import DTYPES, TORCH_READER_BYTES, read_piece
 from model.checkpoint.hf_config import dtype_settings
-from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.interface import Checkpoint, Shard, file_versions
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.checkpoint.tied import without_tied_lm_head
 from model.common.errors import CheckpointError
@@ -46,6 +46,7 @@ class DistributedFolder(Checkpoint):
             raise CheckpointError(
                 f"{path} has .distcp files but no {METADATA}, which is written last: it is incomplete."
             )
+        opened = file_versions([path / METADATA])
         entries = read_metadata(path / METADATA).tensors
         requested = next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in entries)), None)
         framework, prefix = find_framework(path, entries) if requested is None else (None, requested)
@@ -60,6 +61,7 @@ class DistributedFolder(Checkpoint):
         model = renamed(path, parts, framework, self.config)
         names = sorted({chunk.place.file for part in model.values() for chunk in part.entry.chunks})
         self.weight_files = (path / METADATA, *(path / name for name in names))
+        self.opened = opened | file_versions(file for file in self.weight_files[1:] if file.exists())
         allow_open_files(len(names))
         files = {name: _map(path, name) for name in names}
         self._parts = model

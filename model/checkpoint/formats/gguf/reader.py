@@ -21,7 +21,7 @@ from model.checkpoint.formats.gguf.config import ROPE_FACTORS, ArchitectureKeys,
 from model.checkpoint.formats.gguf.header import StoredTensor, read_header
 from model.checkpoint.formats.gguf.tokenizer import tokenizer_files
 from model.checkpoint.hf_folder import refuse_lfs_pointer
-from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.interface import Checkpoint, Shard, file_versions
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.printable import markdown
@@ -57,6 +57,8 @@ class GGUFFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         refuse_lfs_pointer(path)
+        self.weight_files = (path,)
+        self.opened = file_versions(self.weight_files)
         fields, stored = read_header(path)
         keys = ArchitectureKeys(path, fields)
         self._content: Array = np.memmap(path, np.uint8, "r")
@@ -67,7 +69,6 @@ class GGUFFile(Checkpoint):
         if "model.embed_tokens.weight" not in self.tensors:
             raise CheckpointError(f"{path} lacks the tensor token_embd.weight; the file is incomplete.")
         self.shards = (Shard("model.safetensors", tuple(self.tensors)),)
-        self.weight_files = (path,)
         values = None
         if factors is not None:
             _describe(path, ROPE_FACTORS, factors)

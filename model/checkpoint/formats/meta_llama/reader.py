@@ -16,7 +16,7 @@ from model.checkpoint.formats.tensor_blocks import whole_rows
 from model.checkpoint.formats.torch_file import TORCH_READER_BYTES, read_tensors
 from model.checkpoint.hf_config import dtype_settings, llama_config, rope_entries
 from model.checkpoint.hf_folder import list_files
-from model.checkpoint.interface import Checkpoint, Shard
+from model.checkpoint.interface import Checkpoint, Shard, file_versions
 from model.checkpoint.tensor import Array, Span, TensorInfo
 from model.common.errors import CheckpointError
 from model.common.typed_json import json_bytes
@@ -41,6 +41,7 @@ class MetaFolder(Checkpoint):
         self.path = path
         self._params = Params(path)
         self.weight_files = _files(path)
+        self.opened = file_versions(self.weight_files)
         parts = [read_tensors(file) for file in self.weight_files]
         self._assembled = ParallelLayout(self.weight_files, parts, self._params).tensors()
         self.tensors = {name: TensorInfo(name, t.dtype, t.shape) for name, t in self._assembled.items()}
