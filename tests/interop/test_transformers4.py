@@ -57,6 +57,7 @@ TAKEN_OTHERWISE = {
     "paligemma": "version 4 asks for the tied LM head, which version 5 does not save",
     "qwen2_audio": "version 4 has it in another auto class",
     "qwen3_moe": "version 5 saves the number of experts under another name",
+    "qwen3_vl": "version 4 stops where the config leaves the sections of rotary embedding to the class",
     "video_llava": "version 4 has it in no auto class",
     "vipllava": "version 5 saves the number of vision layers under another name",
 }
