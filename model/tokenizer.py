@@ -30,6 +30,8 @@ _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 _ARGUMENTS_OF_CLASSES = ("vocab", "merges", "tokenizer_object", "init_inputs", "gguf_file")
 """Arguments of transformers' classes that hold, or name, what the tokenizer's files hold."""
+_ARGUMENTS_OF_SENTENCEPIECE = ("model_file", "model_proto", "enable_sampling")
+"""The same of sentencepiece, and the one by which it gives other tokens of a text each time."""
 _SENTENCEPIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
 """What special tokens are called in the vocabularies of sentencepiece."""
 _WITH_BOS = ("llama", "codellama", "mistral", "mixtral", "gemma")
@@ -215,8 +217,14 @@ def _check_config(file: Path, config: object) -> None:
         raise CheckpointError(f"{file} is not a JSON object; fetch the tokenizer again.")
     for key, value in config.items():
         names_file = key in _ARGUMENTS_OF_CLASSES or (key.endswith("_file") and file.name == CONFIGS[0])
-        if names_file and value not in (None, [], {}):
+        if names_file and value:
             raise CheckpointError(f"{file} has {key}, which could lead transformers to other files; remove it.")
+    arguments = config.get("sp_model_kwargs")
+    for key in _ARGUMENTS_OF_SENTENCEPIECE:
+        if isinstance(arguments, dict) and arguments.get(key):
+            raise CheckpointError(
+                f"{file} has sp_model_kwargs with {key}, so that the tokenizer is not that of its files; remove it."
+            )
     others = config.get("fast_tokenizer_files") or []
     if not isinstance(others, list) or not all(isinstance(name, str) and is_plain_name(name) for name in others):
         raise CheckpointError(f"{file}: fast_tokenizer_files must list names of files in its folder; remove it.")

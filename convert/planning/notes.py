@@ -7,6 +7,7 @@ from convert.calibration_text.tokenizer import cached_without_tokenizer, unfollo
 from convert.merging.merge_recipe import MergeRecipe
 from convert.planning.vocabulary import vocabulary_problems
 from model.checkpoint import Checkpoint
+from model.checkpoint.tensor import is_rope_buffer
 from model.common.model_card import is_utf8
 from model.completeness import has_lm_head
 from model.decoder.config import is_native
@@ -110,7 +111,7 @@ def _foreign_tensors(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note on tensors that are no part of a language model, such as the head of a reward or Medusa's heads."""
     if not is_native(checkpoint.config) or not has_lm_head(checkpoint):
         return
-    names = sorted(name for name in checkpoint.tensors if not name.startswith(_OF_A_LLAMA))
+    names = sorted(n for n in checkpoint.tensors if not n.startswith(_OF_A_LLAMA) and not is_rope_buffer(n))
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (

@@ -4,6 +4,7 @@ The model is built on the meta device, without memory, and every parameter is th
 """
 
 import functools
+import re
 import shlex
 from collections.abc import Container, Iterable
 from math import prod
@@ -194,11 +195,12 @@ def check_no_others(checkpoint: Checkpoint, prefix: str, known: Container[str]) 
 
 def advice_on(name: str) -> str:
     """Return what to correct if `config.json` does not know a tensor: a bias of a layer, or one of no layer."""
-    if not name.startswith(("model.", "layers.")):
-        return "; remove it if it is no part of the language model, as the head of a reward is not"
-    return (
-        "; correct model_type, or the setting of its biases (attention_bias, mlp_bias)" if name.endswith("bias") else ""
-    )
+    if ".layers." in f".{name}":
+        is_bias = name.endswith("bias")
+        return "; correct model_type, or the setting of its biases (attention_bias, mlp_bias)" if is_bias else ""
+    if re.search(r"\b(embed_tokens|norm|lm_head)\.", name):
+        return ""
+    return "; remove it if it is no part of the language model, as the head of a reward is not"
 
 
 def embedding_name(checkpoint: Checkpoint) -> str:

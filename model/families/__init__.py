@@ -53,10 +53,10 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
     inner_type = text.get("model_type", entry.default_text_type)
     if isinstance(inner_type, str) and inner_type in entry.text_types:
         inner_type = entry.text_types[inner_type]
-        text = {**text, "model_type": inner_type}
         rope = text.get("rope_parameters")
-        if text.get("rope_theta") is None and not (isinstance(rope, dict) and "rope_theta" in rope):
-            text["rope_theta"] = entry.default_rope_theta
+        given = text.keys() | (rope.keys() if isinstance(rope, dict) else set())
+        missing = {key: value for key, value in entry.text_defaults.items() if key not in given}
+        text = {**text, **missing, "model_type": inner_type}
     family = _find_entry(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
     if not isinstance(family, Family):
         raise CheckpointError(f"{subject} around model_type {inner_type!r}, itself a wrapper, is not supported.")

@@ -258,10 +258,9 @@ class Wrapper:
     other_towers: str = r"(?:model\.)?vision_tower\."
     """As in `TensorNames`."""
     text_types: Mapping[str, str] = field(default_factory=dict)
-    """Language models' types of its own → the family that computes the same of text. (On text alone, the three
-    positions of a token that Qwen's rotary embedding has, in time, height and width, are one.)"""
-    default_rope_theta: float | None = None
-    """The base of the rotary embedding of `text_types` if their config gives none."""
+    """Its own types of language models → the family that computes the same on text."""
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The defaults of `text_types`' classes that differ from the family's."""
     is_causal: bool = True
     """Whether no token of a text attends to later ones."""
 

@@ -124,7 +124,7 @@ STANDARD = (
         head_norms=HeadNorms("query_layernorm", "key_layernorm", "shared", after_rotation=True),
         joins_experts=True,
     ),
-    # HyperCLOVA X SEED Think: Granite's layout.
+    # HyperCLOVA X SEED Think: Granite's layout, optionally with norms behind attention and MLP.
     Family("hyperclovax"),
     # Jais 2: Llama's layout with biases everywhere.
     Family("jais2"),

@@ -52,13 +52,14 @@ WRAPPERS = (
     Wrapper("paligemma", "gemma", is_causal=False),
     # Qwen2-Audio: as LLaVA, with a tower for sound.
     Wrapper("qwen2_audio", "qwen2", other_towers=r"(?:model\.)?audio_tower\."),
-    # Qwen3-VL: as LLaVA, around a language model that is Qwen 3 on text.
+    # Qwen3-VL: as LLaVA, around a language model that is Qwen 3 on text: there, the three positions of a token that its
+    # rotary embedding knows (in time, height and width) are one.
     Wrapper(
         "qwen3_vl",
         default_text_type="qwen3_vl_text",
         other_towers=r"(?:model\.)?visual\.",
         text_types={"qwen3_vl_text": "qwen3"},
-        default_rope_theta=500000.0,
+        text_defaults={"rope_theta": 500000.0, "max_position_embeddings": 128000},
     ),
     # SmolVLM: as Idefics 3.
     Wrapper(

@@ -280,11 +280,14 @@ class Staging:
         """Move the folder at OUT away, which the new one replaces. Raises RunError if the file system cannot do it."""
         try:
             self.out.rename(self._replaced)
-        except OSError as error:  # EXDEV of overlayfs (a container's image layer), EBUSY or EACCES of an open file
+        except OSError as error:
             if self._replaced.exists() and not os.path.lexists(self.out):  # as in `publish`
                 return
+            if error.errno not in (errno.EXDEV, errno.EBUSY, errno.EACCES, errno.EPERM):
+                raise
+            # overlayfs does not rename folders of a container's image; SMB none of which a file is open
             raise RunError(
-                f"{self.out} cannot be moved away ({error.strerror}); remove it, and run the same command again"
+                f"{self.out} cannot be moved away ({error.strerror}); close what uses it, or remove it yourself"
             ) from error
 
     def discard(self) -> None:

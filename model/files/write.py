@@ -18,7 +18,7 @@ _SPARE_FILES = 64
 """Files that a process may open besides those that it counts."""
 _HASHED_BYTES = 1 << 20
 _NO_FSYNC_OF_FOLDERS = (
-    errno.EINVAL, errno.EBADF, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP,
+    errno.EINVAL, errno.EBADF, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP,
 )  # fmt: skip
 """The errors by which file systems say that they cannot flush a folder. Those of a disk that fails are others."""
 _BLOCK = 512

@@ -151,7 +151,7 @@ def documents(column: Any) -> Iterator[Document | Problem]:
 
 
 def _texts(column: Any) -> Iterator[str | Problem | None]:
-    """Yield the texts of a column. A value that many rows share is in memory once, so these are made one by one."""
+    """Yield the texts of a column. Texts that many rows may share, which memory holds once, are made one at a time."""
     if pa.types.is_dictionary(column.type) or pa.types.is_string_view(column.type):
         yield from (_text(value) for value in column)
         return

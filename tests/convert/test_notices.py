@@ -94,9 +94,10 @@ def test_a_note_of_numbers_that_stay(convert, source, tmp_path):
 def test_a_note_of_tensors_that_are_no_part_of_the_language_model(convert, source, tmp_path):
     """The head of a reward, as PPO leaves it, or Medusa's heads: transformers ignores them."""
     extra = {"v_head.summary.bias": torch.zeros(1), "medusa_head.0.0.linear.weight": torch.zeros(2, 2)}
+    known = {"rotary_emb.inv_freq": torch.ones(2)}
     for file in source.glob("model*"):
         file.unlink()
-    save_file({**tiny.build().state_dict(), **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    save_file({**tiny.build().state_dict(), **extra, **known}, source / "model.safetensors", metadata={"format": "pt"})
     (note,) = json.loads(convert("inspect", source, "--json").out)["notes"]
     assert note.startswith("the source holds medusa_head.0.0.linear.weight and 1 more, no part of a language model")
     convert("mha-to-gqa", "--method", "mean", source, tmp_path / "out", "--groups", 2).succeeded()

@@ -64,6 +64,11 @@ def test_modelling_code_of_an_earlier_version_is_replaced(convert, tmp_path):
     convert("to-hf", merged, copy).succeeded()
     assert {name: (copy / name).read_bytes() for name in names} == ours
     convert("verify", merged, copy).succeeded()
+    for name in names:  # which copied them
+        shutil.copy(merged / name, copy / name)
+    convert("verify", merged, copy).succeeded()
+    (copy / names[0]).write_text("# of somebody else\n")
+    assert f"{names[0]} differs" in convert("verify", merged, copy).err
 
 
 @pytest.mark.parametrize("kind", READERS)

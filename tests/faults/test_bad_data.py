@@ -434,6 +434,7 @@ def test_options(prepare, uptrain, tmp_path, tokenizer):
     [
         ("tokenizer_config.json", "vocab"), ("tokenizer_config.json", "merges"), ("special_tokens_map.json", "vocab"),
         ("special_tokens_map.json", "merges_file"), ("tokenizer_config.json", "init_inputs"),
+        ("tokenizer_config.json", "sp_model_kwargs"),
     ],
 )  # fmt: skip
 def test_settings_of_a_tokenizer_that_are_paths(uptrain, tmp_path, name, key):
@@ -447,9 +448,10 @@ def test_settings_of_a_tokenizer_that_are_paths(uptrain, tmp_path, name, key):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     path = folder / name
     settings = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**settings, key: str(tmp_path / "fifo")}))
+    fifo = str(tmp_path / "fifo")
+    path.write_text(json.dumps({**settings, key: {"model_file": fifo} if key == "sp_model_kwargs" else fifo}))
     prepare = ("prepare", "--data", texts, "--seq-len", 8, "--out", tmp_path / "cache", "--tokenizer", folder)
-    uptrain(*prepare).refused(f"{path} has {key}, which could lead transformers to other files; remove it.")
+    uptrain(*prepare).refused(f"{path} has {key}", "; remove it.")
 
 
 def test_invalid_tokenizer(uptrain, tmp_path):

@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_moved_away(convert, source, tmp_path, monkeypat
     monkeypatch.setattr(Path, "rename", fail)
     result = convert(*again)
     assert result.code == 1
-    assert f"{out} cannot be moved away (Invalid cross-device link); remove it, and run the same" in result.err
+    assert f"{out} cannot be moved away (Invalid cross-device link); close what uses it, or remove it" in result.err
     shutil.rmtree(out)
     convert(*again).succeeded()
     assert not left_behind(tmp_path)

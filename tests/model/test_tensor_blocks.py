@@ -39,9 +39,9 @@ def test_many_blocks_in_a_line(axis):
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("shape", [(4000, 1), (63, 63), (1, 4000), (250, 16)])
+@pytest.mark.parametrize("shape", [(4000, 1), (63, 63), (1, 4000), (250, 16), (17, 17, 17), (4, 4, 4, 4, 4)])
 def test_blocks_of_a_grid_are_compared_in_full(shape):
-    array = np.zeros((1, 1), np.float32)
+    array = np.zeros((1,) * len(shape), np.float32)
     blocks = [TensorBlock(start, array) for start in np.ndindex(shape)]
     assert fill_exactly(blocks, shape)
 

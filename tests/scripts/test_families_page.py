@@ -42,7 +42,8 @@ def test_row(convert, tmp_path, family):
         open_checked(checkpoint, "cpu")
     assert trained == how_trained(family, folder)
     assert FAMILIES[tiny.inner(family)].joins_experts == (trained == "attention")
-    assert opens == ("the stock class" + f" (the `{tiny.inner(family)}` inside is merged)" * (family in tiny.WRAPPERS))
+    inside = tiny.TEXT_TYPES.get(family, tiny.inner(family))
+    assert opens == ("the stock class" + f" (the `{inside}` inside is merged)" * (family in tiny.WRAPPERS))
 
 
 def how_trained(family: str, folder: Path) -> str:

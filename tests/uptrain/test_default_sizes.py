@@ -3,7 +3,7 @@
 import pytest
 
 from model.common.errors import InputError
-from uptrain.data.default_sizes import default_micro_batch, default_seq_len
+from uptrain.data.default_sizes import context_warning, default_micro_batch, default_seq_len
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,12 @@ def test_an_unknown_context_asks_for_the_length(config):
 def test_an_impossible_context_is_refused(context):
     with pytest.raises(InputError, match="max_position_embeddings"):
         default_seq_len({"max_position_embeddings": context})
+
+
+def test_the_warning_of_a_longer_window_says_who_gives_the_context():
+    assert "context of 2,048 (its class's default)" in context_warning({"model_type": "llama"}, 4096)
+    assert "context of 512 (config.json)" in context_warning({"max_position_embeddings": 512}, 4096)
+    assert context_warning({"model_type": "llama"}, 2048) is None
 
 
 def test_a_micro_batch_has_8192_tokens_and_at_least_one_window():

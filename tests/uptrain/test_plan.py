@@ -98,7 +98,8 @@ def test_windows_are_as_long_as_those_of_the_run(uptrain, source, context, lengt
     assert (planned["seq_len"], planned["windows_per_step"]) == (length, 8192 // length)
     del config["max_position_embeddings"]
     (source / "config.json").write_text(json.dumps(config))
-    uptrain("plan", source, "--steps", 5, "--lr", 1e-3).refused("the model's context", "--seq-len")
+    planned = plan(uptrain, source, "--steps", 5, "--lr", 1e-3, "--global-batch-tokens", "8192")
+    assert planned["seq_len"] == seq_len_of(["texts"], source, None) == 2048  # the default of Llama's class
 
 
 def test_learning_rates_are_those_of_the_run(uptrain, source):

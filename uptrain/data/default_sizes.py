@@ -70,8 +70,9 @@ def context_warning(config: Mapping[str, Any], seq_len: int) -> str | None:
     context = _context(config)
     if context is None or seq_len <= context:
         return None
+    source = "config.json" if read_context(config) is not None else "its class's default"
     return (
-        f"windows of {seq_len:,} tokens are longer than the model's context of {context:,} (config.json): it has not "
+        f"windows of {seq_len:,} tokens are longer than the model's context of {context:,} ({source}): it has not "
         "learned positions beyond that."
     )
 

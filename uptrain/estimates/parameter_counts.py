@@ -27,9 +27,9 @@ def count_multiplied(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -
     matrices = [prod(x.shape) for x in parameters if layer_number(x.name) is None and len(x.shape) == 2]
     n_multiplied = count_parameters(parameters) - sum(matrices) + max(matrices, default=0)
     n_experts = next((config[key] for key in _N_EXPERTS if isinstance(config.get(key), int)), None)
-    n_used = next((config[key] for key in _N_USED if key in config), None)
-    used = n_used if isinstance(n_used, list) and n_used else [n_used]
-    if n_experts is not None and all(isinstance(n, int) and 0 < n <= n_experts for n in used):
+    n_used = next((config[key] for key in _N_USED if config.get(key) is not None), None)
+    used = n_used[: config.get("num_hidden_layers")] if isinstance(n_used, list) and n_used else [n_used]
+    if n_experts is not None and all(type(n) is int and 0 < n <= n_experts for n in used):
         experts = count_parameters(x for x in parameters if _is_of_experts(x, n_experts))
         n_multiplied -= round(experts / n_experts * (n_experts - sum(used) / len(used)))
     return n_multiplied

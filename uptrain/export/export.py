@@ -45,20 +45,29 @@ _COPY_BYTES = 64 << 20
 def export(run_folder: Path, checkpoint: Path, out: Path, dtype: str, advance: Advance) -> dict[str, Any]:
     """Write the model of a run's checkpoint to the folder `out`, atomically; return the content of `uptraining.json`.
 
-    Config, tokenizer and other files are copies of the initial model's, except for the dtype in config.json and the
-    README.md. `advance` is called with the number of further bytes read, which sum to `stored_size`. Raises InputError
-    if `out` exists, RUN/model is a link out of the run, or MODEL's weights are replaced while they are read.
+    Config, tokenizer and other files are copies of the initial model's, except for the dtype in config.json, the
+    README.md, and the modelling code of Groupwise, which is today's. `advance` is called with the number of further
+    bytes read, which sum to `stored_size`. Raises InputError if `out` exists, RUN/model is a link out of the run, or
+    MODEL's weights are replaced while they are read.
     """
     refuse_existing(out, "choose another OUT")
     run, model = Run.read(run_folder), model_folder(run_folder)
     record = make_record(run, run_folder, checkpoint)
     with _open_weights(run, run_folder, checkpoint) as weights, new_folder(out) as folder:
         _write_weights(weights, folder, dtype, advance)
-        if run.settings.trainable != "all" and not weights.is_unchanged():
+        if run.settings.trainable != "all" and not _is_unchanged(weights):
             raise InputError(f"{run.settings.model} changed while it was read; export again once nothing writes to it.")
         _write_files(model, folder, record, dtype)
         _check_fit(folder, run_folder)
     return record
+
+
+def _is_unchanged(weights: Checkpoint) -> bool:
+    """Return whether the files of the initial model are those that were opened; one that is missing is not."""
+    try:
+        return weights.is_unchanged()
+    except FileNotFoundError:
+        return False
 
 
 def _check_fit(folder: Path, run_folder: Path) -> None:

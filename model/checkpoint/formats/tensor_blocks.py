@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import prod
 
 import numpy as np
 
 from model.checkpoint.tensor import Array
+
+_MAX_COMPARISONS = 20_000_000
+"""Comparisons of two blocks that take some seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def concatenation(arrays: Sequence[Array], axis: int) -> tuple[TensorBlock, ...]
 def fill_exactly(blocks: Sequence[TensorBlock], shape: tuple[int, ...]) -> bool:
     """Return whether the blocks fill `shape`: all lie inside, none overlap, no gap remains.
 
-    Blocks in an order that no framework writes, which would take minutes to compare, count as overlapping.
+    Blocks that would take minutes to compare, which no framework writes, count as overlapping.
     """
     if any(not all(0 <= a <= b <= n for a, b, n in zip(b.start, b.stop, shape, strict=True)) for b in blocks):
         return False
@@ -52,7 +55,8 @@ def _any_overlap(blocks: Sequence[TensorBlock]) -> bool:
     n_starts = [len({block.start[axis] for block in blocks}) for axis in range(len(blocks[0].start))]
     axis = n_starts.index(max(n_starts))
     ordered = sorted(blocks, key=lambda block: block.start[axis])
-    n_left = len(blocks) * (isqrt(len(blocks)) + 64)  # of a grid, a row of blocks overlaps on the axis
+    # Of a grid, those with the same start overlap on the axis.
+    n_left = min(len(blocks) * (len(blocks) // n_starts[axis] + 64), _MAX_COMPARISONS)
     for i, x in enumerate(ordered):
         for j in range(i + 1, len(ordered)):
             y = ordered[j]
