@@ -31,7 +31,7 @@ CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 _ARGUMENTS_OF_CLASSES = ("vocab", "merges", "tokenizer_object", "init_inputs", "gguf_file")
 """Arguments of transformers' classes that hold, or name, what the tokenizer's files hold."""
 _ARGUMENTS_OF_SENTENCEPIECE = ("model_file", "model_proto", "enable_sampling")
-"""The same of sentencepiece, and the one by which it gives other tokens of a text each time."""
+"""Arguments of sentencepiece that name another vocabulary, or let it give other tokens of a text each time."""
 _SENTENCEPIECE_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
 """What special tokens are called in the vocabularies of sentencepiece."""
 _WITH_BOS = ("llama", "codellama", "mistral", "mixtral", "gemma")

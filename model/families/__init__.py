@@ -54,8 +54,8 @@ def find_family(config: Mapping[str, Any]) -> FamilyMatch:
     if isinstance(inner_type, str) and inner_type in entry.text_types:
         inner_type = entry.text_types[inner_type]
         rope = text.get("rope_parameters")
-        given = text.keys() | (rope.keys() if isinstance(rope, dict) else set())
-        missing = {key: value for key, value in entry.text_defaults.items() if key not in given}
+        given = {**text, **(rope if isinstance(rope, dict) else {})}
+        missing = {key: value for key, value in entry.text_defaults.items() if given.get(key) is None}
         text = {**text, **missing, "model_type": inner_type}
     family = _find_entry(inner_type, f"{subject} around model_type {inner_type!r}", "auto_map" in config)
     if not isinstance(family, Family):
